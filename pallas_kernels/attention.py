@@ -1,0 +1,270 @@
+"""The public functions: check arguments, choose the kernel and how much to fuse, launch."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.checks import check_arguments
+from pallas_kernels.launch import (
+    Launch,
+    head_split,
+    rotate_launch,
+    stream_launch,
+    window_launch,
+    window_limit,
+)
+from pallas_kernels.reference import rope_attention_reference
+from pallas_kernels.rotate_kernel import rotate_kernel
+from pallas_kernels.stream_kernel import stream_kernel
+from pallas_kernels.window_kernel import window_kernel
+
+LOG2_E = 1.4426950408889634
+IMPLEMENTATIONS = ("auto", "triton", "reference")
+
+
+def fused_rope_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    cu_seqlens: jax.Array,
+    *,
+    max_seqlen: int | None = None,
+    scale: float | None = None,
+    fuse: str = "auto",
+    implementation: str = "auto",
+) -> jax.Array:
+    """Attention within segments, with the rotary embedding of Q and K inside the kernel.
+
+    Args:
+        q, k, v: [tokens, heads, head_dim], bf16, fp16 or fp32; head_dim a multiple of 8 up to 256.
+        cos, sin: [tokens, rotary_dim / 2] fp32, the angles of each token, applied in the split-half
+            (NeoX) form. Dims of a head behind rotary_dim pass unrotated.
+        cu_seqlens: [segments + 1] int32, cumulative segment starts. Segments may be empty; tokens
+            before the first and behind the last are padding.
+        max_seqlen: static upper bound on a segment's length. None: read from cu_seqlens, which must
+            then not be traced. Rows of a segment that is longer come out right or NaN, never wrong.
+        scale: static factor of the logits; default head_dim ** -0.5.
+        fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
+            both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice,
+            else "q".
+        implementation: "triton" is the kernel on Pallas' Triton backend (on a CPU: in Pallas'
+            interpreter), "reference" plain jnp; "auto" the kernel where the computation runs on a
+            CUDA GPU, else the reference.
+
+    Returns:
+        [tokens, heads, head_dim] in the dtype of q; exactly 0 for padding.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or keyword is not as stated above.
+
+    Differentiable in q, k, v, cos and sin in reverse mode: the backward pass runs through the
+    reference. Under vmap the calls run one after the other.
+    """
+    arrays = tuple(jnp.asarray(x) for x in (q, k, v))
+    plan, angles = _plan(
+        arrays, ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
+    )
+    return _attention(plan, tuple(x[:, None] for x in arrays), *angles)
+
+
+def fused_rope_attention_qkvpacked(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    cu_seqlens: jax.Array,
+    *,
+    max_seqlen: int | None = None,
+    scale: float | None = None,
+    fuse: str = "auto",
+    implementation: str = "auto",
+) -> jax.Array:
+    """fused_rope_attention on qkv [tokens, 3, heads, head_dim], read in place.
+
+    That is what a QKV projection writes; it is neither split nor copied. Everything else is as in
+    fused_rope_attention.
+    """
+    arrays = (jnp.asarray(qkv),)
+    plan, angles = _plan(
+        arrays, ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
+    )
+    return _attention(plan, arrays, *angles)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """All that is static about a call."""
+
+    max_seqlen: int
+    scale: float
+    fuse: str
+    implementation: str
+
+
+def _plan(
+    arrays: tuple[jax.Array, ...],
+    names: tuple[str, ...],
+    cos: jax.Array,
+    sin: jax.Array,
+    cu_seqlens: jax.Array,
+    max_seqlen: int | None,
+    scale: float | None,
+    fuse: str,
+    implementation: str,
+) -> tuple[_Plan, tuple[jax.Array, jax.Array, jax.Array]]:
+    cos, sin, cu_seqlens = (jnp.asarray(x) for x in (cos, sin, cu_seqlens))
+    check_arguments(arrays, names, cos, sin, cu_seqlens, max_seqlen, fuse)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if max_seqlen is None:
+        if isinstance(cu_seqlens, jax.core.Tracer):
+            raise ValueError("max_seqlen must be given where cu_seqlens is traced (under jit)")
+        max_seqlen = int(np.diff(np.asarray(cu_seqlens), prepend=0).max())
+    if fuse == "auto":
+        fuse = "qk" if max_seqlen <= window_limit(arrays[0].dtype) else "q"
+    scale = arrays[0].shape[-1] ** -0.5 if scale is None else float(scale)
+    return _Plan(max_seqlen, scale, fuse, implementation), (cos, sin, cu_seqlens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    plan: _Plan,
+    qkv: tuple[jax.Array, ...],
+    cos: jax.Array,
+    sin: jax.Array,
+    cu_seqlens: jax.Array,
+) -> jax.Array:
+    """qkv is one packed [tokens, 3, heads, head_dim], or q, k, v [tokens, 1, heads, head_dim]."""
+    tokens, _, heads, head_dim = qkv[0].shape
+    if qkv[0].size == 0 or cu_seqlens.shape[0] == 1:
+        return jnp.zeros((tokens, heads, head_dim), qkv[0].dtype)
+
+    @jax.custom_batching.sequential_vmap
+    def attend(qkv: tuple, cos: jax.Array, sin: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
+        arguments = (qkv, cos, sin, cu_seqlens)
+        reference = functools.partial(_reference, plan)
+        kernel = functools.partial(_kernel, plan, False)
+        interpreted = functools.partial(_kernel, plan, True)
+        if plan.implementation == "reference":
+            return reference(*arguments)
+        if plan.implementation == "auto":
+            return jax.lax.platform_dependent(*arguments, cuda=kernel, default=reference)
+        return jax.lax.platform_dependent(*arguments, cuda=kernel, cpu=interpreted)
+
+    return attend(qkv, cos, sin, cu_seqlens)
+
+
+def _forward(plan: _Plan, *arguments: tuple | jax.Array) -> tuple[jax.Array, tuple]:
+    return _attention(plan, *arguments), arguments
+
+
+def _backward(plan: _Plan, arguments: tuple, grad: jax.Array) -> tuple:
+    """Differentiate the reference, computed again from the saved arguments."""
+    qkv, cos, sin, cu_seqlens = arguments
+    _, pull = jax.vjp(lambda *x: _reference(plan, *x, cu_seqlens), qkv, cos, sin)
+    return *pull(grad), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _reference(
+    plan: _Plan, qkv: tuple, cos: jax.Array, sin: jax.Array, cu_seqlens: jax.Array
+) -> jax.Array:
+    arrays, parts = _operands(qkv)
+    q, k, v = (x[:, part] for x, part in zip(arrays, parts, strict=True))
+    return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, plan.scale, plan.max_seqlen)
+
+
+def _operands(qkv: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], tuple[int, int, int]]:
+    """The arrays that hold q, k and v, and the part of each that does."""
+    return (qkv * 3, (0, 1, 2)) if len(qkv) == 1 else (qkv, (0, 0, 0))
+
+
+def _kernel(
+    plan: _Plan,
+    interpret: bool,
+    qkv: tuple[jax.Array, ...],
+    cos: jax.Array,
+    sin: jax.Array,
+    cu_seqlens: jax.Array,
+) -> jax.Array:
+    (q, k, v), (q_part, k_part, v_part) = _operands(qkv)
+    if plan.fuse == "none" and len(qkv) == 1:
+        q = k = _rotate(q, (q_part, k_part), cos, sin, interpret)
+        q_part, k_part = 0, 1
+    else:
+        if plan.fuse == "none":
+            q, q_part = _rotate(q, (q_part,), cos, sin, interpret), 0
+        if plan.fuse != "qk":
+            k, k_part = _rotate(k, (k_part,), cos, sin, interpret), 0
+
+    tokens, _, heads, head_dim = v.shape
+    segments = cu_seqlens.shape[0] - 1
+    split = head_split(head_dim)
+    static = {
+        "parts": (q_part, k_part, v_part),
+        "scale_log2": plan.scale * LOG2_E,
+        "main": split.main,
+        "tail": split.tail,
+        "rotate_q": plan.fuse != "none",
+        "rotate_k": plan.fuse == "qk",
+    }
+    if plan.max_seqlen <= window_limit(v.dtype):
+        launch = window_launch(plan.max_seqlen)
+        programs = segments * heads
+        kernel = functools.partial(window_kernel, **static, block=launch.block)
+    else:
+        launch = stream_launch(head_dim, v.dtype)
+        programs = pl.cdiv(tokens, launch.block) * heads
+        kernel = functools.partial(
+            stream_kernel, **static, block=launch.block, block_k=launch.block_k
+        )
+    shape = (tokens, 1, heads, head_dim)
+    out = _call(kernel, programs, shape, v.dtype, launch, interpret)(q, k, v, cos, sin, cu_seqlens)
+    return out[:, 0]
+
+
+def _rotate(
+    x: jax.Array, parts: tuple[int, ...], cos: jax.Array, sin: jax.Array, interpret: bool
+) -> jax.Array:
+    """Parts of x rotated, in the paired order that the attention kernels read."""
+    tokens, _, heads, head_dim = x.shape
+    launch, split = rotate_launch(head_dim), head_split(head_dim)
+    kernel = functools.partial(
+        rotate_kernel,
+        parts=parts,
+        main=split.main,
+        tail=split.tail,
+        block=launch.block,
+        group=launch.block_k,
+    )
+    programs = pl.cdiv(tokens, launch.block) * pl.cdiv(heads, launch.block_k)
+    shape = (tokens, len(parts), heads, head_dim)
+    return _call(kernel, programs, shape, x.dtype, launch, interpret)(x, cos, sin)
+
+
+def _call(
+    kernel: functools.partial,
+    programs: int,
+    shape: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+    launch: Launch,
+    interpret: bool,
+) -> jax.stages.Wrapped:
+    return pl.pallas_call(
+        kernel,
+        grid=(programs,),
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=launch.num_warps, num_stages=launch.num_stages
+        ),
+        interpret=interpret,
+        name=kernel.func.__name__,
+    )

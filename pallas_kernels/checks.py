@@ -1,0 +1,103 @@
+"""What the public functions accept, said in one place, and said clearly when it is not met."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FUSE = ("auto", "qk", "q", "none")
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+MAX_HEAD_DIM = 256
+MAX_TOKENS = 2**30
+
+
+def check_cu_seqlens(cu_seqlens: jax.Array, tokens: int, max_seqlen: int | None = None) -> None:
+    """Check the values of cu_seqlens on the host; waits for the GPU, so call it while debugging.
+
+    The kernels never need it to stay within their arrays; it tells which value is wrong.
+
+    Args:
+        cu_seqlens: [segments + 1] int32, not traced.
+        tokens: rows of q.
+        max_seqlen: the bound that goes with it, if there is one.
+
+    Raises:
+        TypeError, ValueError: not int32 or not one-dimensional; or the first value that is
+            negative, beyond tokens, below its predecessor, or ends a segment longer than
+            max_seqlen, with its place.
+    """
+    _check_cu_seqlens_form(cu_seqlens)
+    values = np.asarray(cu_seqlens).tolist()
+    for i, value in enumerate(values):
+        if not 0 <= value <= tokens:
+            raise ValueError(f"cu_seqlens[{i}] must be in 0..{tokens} (tokens), got {value}")
+        if i and value < values[i - 1]:
+            raise ValueError(
+                f"cu_seqlens must not decrease, got cu_seqlens[{i - 1}] = {values[i - 1]} "
+                f"and cu_seqlens[{i}] = {value}"
+            )
+        if i and max_seqlen is not None and value - values[i - 1] > max_seqlen:
+            raise ValueError(
+                f"segment {i - 1} ({values[i - 1]} to {value}) is {value - values[i - 1]} tokens "
+                f"long, above max_seqlen = {max_seqlen}"
+            )
+
+
+def check_arguments(
+    arrays: tuple[jax.Array, ...],
+    names: tuple[str, ...],
+    cos: jax.Array,
+    sin: jax.Array,
+    cu_seqlens: jax.Array,
+    max_seqlen: int | None,
+    fuse: str,
+) -> None:
+    """Raise TypeError or ValueError for the first argument that breaks the documented contract.
+
+    arrays are (q, k, v), or (qkv,) alone.
+    """
+    first = arrays[0]
+    packed = len(arrays) == 1
+    form = "[tokens, 3, heads, head_dim]" if packed else "[tokens, heads, head_dim]"
+    for name, x in zip(names, arrays, strict=True):
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}")
+        if x.ndim != (4 if packed else 3) or (packed and x.shape[1] != 3):
+            raise ValueError(f"{name} must have shape {form}, got {x.shape}")
+        if x.shape != first.shape or x.dtype != first.dtype:
+            raise ValueError(
+                f"{name} must have the shape and dtype of {names[0]}, {first.shape} "
+                f"{first.dtype}, got {x.shape} {x.dtype}"
+            )
+    tokens, head_dim = first.shape[0], first.shape[-1]
+    if tokens > MAX_TOKENS:
+        raise ValueError(f"at most {MAX_TOKENS} tokens are supported, got {tokens}")
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
+    _check_angles(tokens, head_dim, cos, sin)
+    _check_cu_seqlens_form(cu_seqlens)
+    if max_seqlen is not None and (not isinstance(max_seqlen, int) or max_seqlen < 0):
+        raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
+    if fuse not in FUSE:
+        raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
+
+
+def _check_angles(tokens: int, head_dim: int, cos: jax.Array, sin: jax.Array) -> None:
+    for name, x in (("cos", cos), ("sin", sin)):
+        if x.dtype != jnp.float32:
+            raise TypeError(f"{name} must be float32 (angles need it), got {x.dtype}")
+        if x.ndim != 2 or x.shape[0] != tokens or not 1 <= x.shape[1] <= head_dim // 2:
+            raise ValueError(
+                f"{name} must have shape [{tokens} tokens, rotary_dim / 2] with rotary_dim at most "
+                f"{head_dim}, got {x.shape}"
+            )
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin must have the shape of cos, {cos.shape}, got {sin.shape}")
+
+
+def _check_cu_seqlens_form(cu_seqlens: jax.Array) -> None:
+    if cu_seqlens.dtype != jnp.int32:
+        raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(
+            f"cu_seqlens must be a vector of segments + 1 values, got shape {cu_seqlens.shape}"
+        )

@@ -1,0 +1,57 @@
+"""Rotation as a pass of its own, for the strategies that want Q or K rotated beforehand.
+
+Bound by memory alone: one read and one write of x, the angles read once for all heads of a token.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.tiles import (
+    Head,
+    Ref,
+    Scalar,
+    interleave,
+    load_angles,
+    load_pairs,
+    store_columns,
+)
+
+
+def rotate_kernel(
+    # arrays; x [tokens, parts, heads, head_dim], out [tokens, len(parts), heads, head_dim]
+    x_ref: Ref, cos_ref: Ref, sin_ref: Ref, out_ref: Ref,
+    *,
+    # the parts of x that are rotated
+    parts: tuple[int, ...],
+    # how a head is cut
+    main: int, tail: int,
+    # rows of a tile, heads of a program
+    block: int, group: int,
+) -> None:  # fmt: skip
+    """One program for each (token block, group of heads); writes the paired order."""
+    tokens, _, heads, head_dim = out_ref.shape
+    rotary_dim = 2 * cos_ref.shape[1]
+    groups = pl.cdiv(heads, group)
+    first = (pl.program_id(0) // groups) * block
+    first_head = (pl.program_id(0) % groups) * group
+    mask = jnp.arange(block, dtype=jnp.int32) < tokens - first
+
+    def rotate_columns(first_column: int, width: int) -> None:
+        cos, sin = load_angles(cos_ref, sin_ref, first, mask, first_column, width, rotary_dim)
+        for out_part, part in enumerate(parts):
+
+            def rotate_head(i: Scalar, _: None, part: int = part, out_part: int = out_part) -> None:
+                x = Head(x_ref, part, first_head + i)
+                y1, y2 = load_pairs(
+                    x, first, mask, cos, sin, first_column, width, head_dim, rotary_dim
+                )
+                y = interleave(y1.astype(out_ref.dtype), y2.astype(out_ref.dtype))
+                out = Head(out_ref, out_part, first_head + i)
+                store_columns(out, first, mask, y, first_column, width, head_dim)
+
+            jax.lax.fori_loop(0, jnp.minimum(group, heads - first_head), rotate_head, None)
+
+    rotate_columns(0, main)
+    if tail > 0:
+        rotate_columns(main, tail)

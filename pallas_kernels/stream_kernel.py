@@ -1,0 +1,146 @@
+"""Attention within long segments: online softmax over blocks of keys.
+
+A program owns a block of consecutive tokens, whatever segments they belong to, and serves each
+segment that reaches into its block. So every row of the result is written by exactly one program,
+the grid needs no bound on a segment's length, and long and short segments share one launch.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.tiles import (
+    Head,
+    Ref,
+    Scalar,
+    dot,
+    load_angles,
+    load_columns,
+    load_rotary,
+    segment_bounds,
+    store_columns,
+)
+
+
+def stream_kernel(
+    # arrays; q, k and v [tokens, parts, heads, head_dim], out [tokens, 1, heads, head_dim]
+    q_ref: Ref, k_ref: Ref, v_ref: Ref,
+    cos_ref: Ref, sin_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
+    *,
+    # where q, k and v lie
+    parts: tuple[int, int, int],
+    # scale times log2(e)
+    scale_log2: float,
+    # how a head is cut
+    main: int, tail: int,
+    # what is rotated here
+    rotate_q: bool, rotate_k: bool,
+    # rows of a query tile and of a key tile
+    block: int, block_k: int,
+) -> None:  # fmt: skip
+    """One program for each (head, token block); blocks run fastest and share the head's K and V."""
+    tokens, _, _, head_dim = out_ref.shape
+    rotary_dim = 2 * cos_ref.shape[1]
+    segments = cu_seqlens_ref.shape[0] - 1
+    blocks = pl.cdiv(tokens, block)
+    head = pl.program_id(0) // blocks
+    block_start = (pl.program_id(0) % blocks) * block
+    block_end = jnp.minimum(block_start + block, tokens)
+    dtype = out_ref.dtype
+    token = block_start + jnp.arange(block, dtype=jnp.int32)
+    q_head, k_head, v_head = (
+        Head(ref, part, head) for ref, part in zip((q_ref, k_ref, v_ref), parts, strict=True)
+    )
+    out_head = Head(out_ref, 0, head)
+
+    mask = token < block_end
+    cos, sin = load_angles(cos_ref, sin_ref, block_start, mask, 0, main, rotary_dim)
+    q = load_rotary(
+        q_head, block_start, mask, cos, sin, 0, main, head_dim, rotary_dim, rotate_q
+    )  # [block, main]
+    if tail > 0:
+        cos, sin = load_angles(cos_ref, sin_ref, block_start, mask, main, tail, rotary_dim)
+        q_tail = load_rotary(
+            q_head, block_start, mask, cos, sin, main, tail, head_dim, rotary_dim, rotate_q
+        )  # [block, tail]
+
+    def attend(segment: Scalar, covered: jax.Array) -> jax.Array:
+        start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
+        keys = jnp.where(end > block_start, end - start, 0)  # 0: only padding follows it
+        row_max = jnp.full((block,), -jnp.inf, jnp.float32)
+        row_sum = jnp.zeros((block,), jnp.float32)
+        acc = jnp.zeros((block, main), jnp.float32)
+        acc_tail = jnp.zeros((block, tail), jnp.float32) if tail > 0 else None
+
+        def visit(i: Scalar, carry: tuple) -> tuple:
+            row_max, row_sum, acc, acc_tail = carry
+            first_key = start + i * block_k
+            key_mask = jnp.arange(block_k, dtype=jnp.int32) < keys - i * block_k
+            cos, sin = load_angles(cos_ref, sin_ref, first_key, key_mask, 0, main, rotary_dim)
+            k = load_rotary(
+                k_head, first_key, key_mask, cos, sin, 0, main, head_dim, rotary_dim, rotate_k
+            )  # [block_k, main]
+            logits = dot(q, k.T)  # [block, block_k]
+            if tail > 0:
+                cos, sin = load_angles(
+                    cos_ref, sin_ref, first_key, key_mask, main, tail, rotary_dim
+                )
+                k = load_rotary(
+                    k_head, first_key, key_mask, cos, sin, main, tail, head_dim, rotary_dim,
+                    rotate_k,
+                )  # [block_k, tail]  # fmt: skip
+                logits = dot(q_tail, k.T, logits)
+
+            logits = jnp.where(key_mask[None, :], logits * scale_log2, -jnp.inf)
+            new_max = jnp.maximum(row_max, jnp.max(logits, axis=1))
+            p = jnp.exp2(logits - new_max[:, None])
+            rescale = jnp.exp2(row_max - new_max)
+            row_sum = row_sum * rescale + jnp.sum(p, axis=1)
+            row_max = new_max
+            p = p.astype(dtype)
+
+            v = load_columns(v_head, first_key, key_mask, 0, main, head_dim)
+            acc = dot(p, v, acc * rescale[:, None])
+            if tail > 0:
+                v = load_columns(v_head, first_key, key_mask, main, tail, head_dim)
+                acc_tail = dot(p, v, acc_tail * rescale[:, None])
+            return row_max, row_sum, acc, acc_tail
+
+        carry = (row_max, row_sum, acc, acc_tail)
+        _, row_sum, acc, acc_tail = jax.lax.fori_loop(0, pl.cdiv(keys, block_k), visit, carry)
+
+        mask = (token >= start) & (token < end) & (token < block_end)
+        normalizer = jnp.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # an empty segment has none
+        out = (acc / normalizer).astype(dtype)
+        store_columns(out_head, block_start, mask, out, 0, main, head_dim)
+        if tail > 0:
+            out = (acc_tail / normalizer).astype(dtype)
+            store_columns(out_head, block_start, mask, out, main, tail, head_dim)
+        return covered | mask
+
+    first_segment = jnp.maximum(last_start_at(cu_seqlens_ref, block_start, segments), 0)
+    last_segment = last_start_at(cu_seqlens_ref, block_end - 1, segments)
+    covered = jnp.zeros((block,), jnp.bool_)
+    covered = jax.lax.fori_loop(first_segment, last_segment + 1, attend, covered)
+
+    # Tokens of no segment.
+    mask = (token < block_end) & ~covered
+    zeros = jnp.zeros((block, main), dtype)
+    store_columns(out_head, block_start, mask, zeros, 0, main, head_dim)
+    if tail > 0:
+        zeros = jnp.zeros((block, tail), dtype)
+        store_columns(out_head, block_start, mask, zeros, main, tail, head_dim)
+
+
+def last_start_at(cu_seqlens_ref: Ref, token: Scalar, segments: int) -> Scalar:
+    """The last segment whose start is at most `token`, by bisection; -1 if there is none."""
+
+    def halve(bounds: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+        low, high = bounds
+        middle = (low + high) // 2
+        at_most = cu_seqlens_ref[middle] <= token
+        return jnp.where(at_most, middle, low), jnp.where(at_most, high, middle)
+
+    bounds = (jnp.int32(-1), jnp.int32(segments))
+    low, _ = jax.lax.while_loop(lambda bounds: bounds[1] - bounds[0] > 1, halve, bounds)
+    return low

@@ -1,0 +1,118 @@
+"""Attention within short segments: a program holds one whole segment of one head in one tile.
+
+No online softmax, and every row of Q and K is rotated exactly once.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.tiles import (
+    Head,
+    Ref,
+    Scalar,
+    dot,
+    load_angles,
+    load_columns,
+    load_rotary,
+    segment_bounds,
+    store_columns,
+)
+
+
+def window_kernel(
+    # arrays; q, k and v [tokens, parts, heads, head_dim], out [tokens, 1, heads, head_dim]
+    q_ref: Ref, k_ref: Ref, v_ref: Ref,
+    cos_ref: Ref, sin_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
+    *,
+    # where q, k and v lie
+    parts: tuple[int, int, int],
+    # scale times log2(e)
+    scale_log2: float,
+    # how a head is cut
+    main: int, tail: int,
+    # what is rotated here
+    rotate_q: bool, rotate_k: bool,
+    # rows of a tile, at least the longest segment
+    block: int,
+) -> None:  # fmt: skip
+    """One program for each (segment, head); heads run fastest, so neighbours share cache lines."""
+    tokens, _, heads, head_dim = out_ref.shape
+    rotary_dim = 2 * cos_ref.shape[1]
+    segments = cu_seqlens_ref.shape[0] - 1
+    segment = pl.program_id(0) // heads
+    head = pl.program_id(0) % heads
+    dtype = out_ref.dtype
+    q_head, k_head, v_head = (
+        Head(ref, part, head) for ref, part in zip((q_ref, k_ref, v_ref), parts, strict=True)
+    )
+    out_head = Head(out_ref, 0, head)
+
+    start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
+    length = end - start
+
+    @pl.when((length > 0) & (length <= block))
+    def _attend() -> None:
+        mask = jnp.arange(block, dtype=jnp.int32) < length
+
+        cos, sin = load_angles(
+            cos_ref, sin_ref, start, mask, 0, main, rotary_dim
+        )  # [block, main / 2]
+        q = load_rotary(
+            q_head, start, mask, cos, sin, 0, main, head_dim, rotary_dim, rotate_q
+        )  # [block, main]
+        k = load_rotary(
+            k_head, start, mask, cos, sin, 0, main, head_dim, rotary_dim, rotate_k
+        )  # [block, main]
+        logits = dot(q, k.T)  # [block, block]
+        if tail > 0:
+            cos, sin = load_angles(cos_ref, sin_ref, start, mask, main, tail, rotary_dim)
+            q = load_rotary(
+                q_head, start, mask, cos, sin, main, tail, head_dim, rotary_dim, rotate_q
+            )  # [block, tail]
+            k = load_rotary(
+                k_head, start, mask, cos, sin, main, tail, head_dim, rotary_dim, rotate_k
+            )  # [block, tail]
+            logits = dot(q, k.T, logits)
+
+        logits = jnp.where(mask[None, :], logits * scale_log2, -jnp.inf)
+        p = jnp.exp2(logits - jnp.max(logits, axis=1)[:, None])
+        normalizer = jnp.sum(p, axis=1)[:, None]
+        p = p.astype(dtype)
+
+        v = load_columns(v_head, start, mask, 0, main, head_dim)  # [block, main]
+        out = dot(p, v) / normalizer
+        store_columns(out_head, start, mask, out.astype(dtype), 0, main, head_dim)
+        if tail > 0:
+            v = load_columns(v_head, start, mask, main, tail, head_dim)  # [block, tail]
+            out = dot(p, v) / normalizer
+            store_columns(out_head, start, mask, out.astype(dtype), main, tail, head_dim)
+
+    # A segment that breaks the promise of max_seqlen must not pass for a result.
+    @pl.when(length > block)
+    def _refuse() -> None:
+        fill_rows(out_head, start, end, block, jnp.nan, main, tail, block)
+
+    # Tokens of no segment stand before the first and behind the last: each program clears a share.
+    share = segments * block
+    before = jnp.minimum(cu_seqlens_ref[0], tokens)
+    behind = jnp.clip(cu_seqlens_ref[segments], 0, tokens)
+    fill_rows(out_head, segment * block, before, share, 0.0, main, tail, block)
+    fill_rows(out_head, behind + segment * block, tokens, share, 0.0, main, tail, block)
+
+
+def fill_rows(out: Head, start: Scalar, end: Scalar, step: int, value: float, main: int, tail: int,
+              block: int) -> None:  # fmt: skip
+    """Write value to rows start .. end of one head, block rows every `step`."""
+    head_dim, dtype = out.ref.shape[-1], out.ref.dtype
+
+    def fill(i: Scalar, _: None) -> None:
+        first_row = start + i * step
+        mask = jnp.arange(block, dtype=jnp.int32) < end - first_row
+        x = jnp.full((block, main), value, dtype)
+        store_columns(out, first_row, mask, x, 0, main, head_dim)
+        if tail > 0:
+            x = jnp.full((block, tail), value, dtype)
+            store_columns(out, first_row, mask, x, main, tail, head_dim)
+
+    jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(end - start, 0), step), fill, None)

@@ -1,0 +1,254 @@
+"""The public functions: check arguments, choose the kernel and how much to fuse, launch."""
+
+from typing import Any
+
+import torch
+import triton
+
+from triton_kernels.checks import check_arguments
+from triton_kernels.launch import (
+    head_split,
+    rotate_launch,
+    stream_launch,
+    window_launch,
+    window_limit,
+)
+from triton_kernels.reference import rope_attention_reference
+from triton_kernels.rotate_kernel import rotate_kernel
+from triton_kernels.stream_kernel import stream_kernel
+from triton_kernels.window_kernel import window_kernel
+
+LOG2_E = 1.4426950408889634
+INTERPRETED = triton.knobs.runtime.interpret
+
+_ARGUMENTS = (
+    "Tensor cos, Tensor sin, Tensor cu_seqlens, int? max_seqlen, float scale, str fuse, bool kernel"
+)
+
+
+def fused_rope_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    max_seqlen: int | None = None,
+    scale: float | None = None,
+    fuse: str = "auto",
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """Attention within segments, with the rotary embedding of Q and K inside the kernel.
+
+    Args:
+        q, k, v: [tokens, heads, head_dim], bf16, fp16 or fp32, any strides with a contiguous last
+            axis; head_dim a multiple of 8 up to 256.
+        cos, sin: [tokens, rotary_dim / 2] fp32, the angles of each token, applied in the split-half
+            (NeoX) form. Dims of a head behind rotary_dim pass unrotated.
+        cu_seqlens: [segments + 1] int32, cumulative segment starts. Segments may be empty; tokens
+            before the first and behind the last are padding.
+        max_seqlen: upper bound on a segment's length. None: read from cu_seqlens, which waits for
+            the GPU. Rows of a segment that is longer come out right or NaN, never wrong.
+        scale: factor of the logits; default head_dim ** -0.5.
+        fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
+            both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice,
+            else "q".
+        implementation: "triton" is the kernel (on a CPU: Triton's interpreter, if TRITON_INTERPRET=1
+            was set before Triton was imported), "reference" plain PyTorch; "auto" the kernel where
+            the tensors are on a GPU that runs it, else the reference.
+
+    Returns:
+        [tokens, heads, head_dim] in the dtype of q, contiguous; exactly 0 for padding.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device, stride or keyword is not as stated above.
+
+    Differentiable in q, k, v, cos and sin: the backward pass runs through the reference.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    check_arguments((q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, fuse)
+    kernel = _runs_kernel(q, implementation)
+    return torch.ops.fused_rope_attention.varlen(
+        q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse, kernel
+    )
+
+
+def fused_rope_attention_qkvpacked(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    max_seqlen: int | None = None,
+    scale: float | None = None,
+    fuse: str = "auto",
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """fused_rope_attention on qkv [tokens, 3, heads, head_dim], read in place.
+
+    That is what a QKV projection writes; it is neither split nor copied. Everything else is as in
+    fused_rope_attention.
+    """
+    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    check_arguments((qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, fuse)
+    kernel = _runs_kernel(qkv, implementation)
+    return torch.ops.fused_rope_attention.qkvpacked(
+        qkv, cos, sin, cu_seqlens, max_seqlen, scale, fuse, kernel
+    )
+
+
+def _runs_kernel(x: torch.Tensor, implementation: str) -> bool:
+    if implementation == "auto":
+        return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    if implementation == "triton":
+        if not (x.is_cuda or INTERPRETED):
+            raise ValueError(
+                "implementation='triton' needs tensors on a CUDA GPU (or TRITON_INTERPRET=1 set "
+                f"before Triton is imported), got tensors on {x.device}"
+            )
+        return True
+    if implementation == "reference":
+        return False
+    raise ValueError(
+        f"implementation must be 'auto', 'triton' or 'reference', got {implementation!r}"
+    )
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int | None,
+    scale: float,
+    fuse: str,
+    kernel: bool,
+) -> torch.Tensor:
+    """The computation behind both registered operators; the arguments are checked."""
+    if q.numel() == 0 or cu_seqlens.shape[0] == 1:
+        return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    if not kernel:
+        return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
+    if max_seqlen is None:
+        max_seqlen = int(cu_seqlens.diff().max())
+    windowed = max_seqlen <= window_limit(q.dtype)
+    if fuse == "auto":
+        fuse = "qk" if windowed else "q"
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(q):
+        if fuse == "none":
+            q = _rotate(q, cos, sin)
+        if fuse != "qk":
+            k = _rotate(k, cos, sin)
+        return _launch(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse, windowed)
+
+
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    fuse: str,
+    windowed: bool,
+) -> torch.Tensor:
+    tokens, heads, head_dim = q.shape
+    segments = cu_seqlens.shape[0] - 1
+    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    if windowed:
+        launch = window_launch(max_seqlen)
+        kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
+    else:
+        launch = stream_launch(head_dim, q.dtype)
+        programs = triton.cdiv(tokens, launch.block) * heads
+        kernel, blocks = stream_kernel, (launch.block, launch.block_k)
+    split = head_split(head_dim)
+    kernel[(programs,)](
+        q, k, v, out, cos, sin, cu_seqlens,
+        tokens, segments, scale * LOG2_E,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        cos.stride(0),
+        heads, head_dim, 2 * cos.shape[1], split.main, split.tail,
+        fuse != "none", fuse == "qk", *blocks,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [tokens, heads, head_dim] rotated, in the paired order that the attention kernels read."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch_rotate(x, out, cos, sin, paired=True)
+    return out
+
+
+def launch_rotate(
+    x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, paired: bool
+) -> None:
+    """Rotate x into out, both [tokens, heads, head_dim]; without `paired`, out may be x itself."""
+    tokens, heads, head_dim = x.shape
+    launch, split = rotate_launch(head_dim), head_split(head_dim)
+    programs = triton.cdiv(tokens, launch.block) * triton.cdiv(heads, launch.block_k)
+    rotate_kernel[(programs,)](
+        x, out, cos, sin, tokens, heads,
+        x.stride(0), x.stride(1), out.stride(0), out.stride(1), cos.stride(0),
+        head_dim, 2 * cos.shape[1], split.main, split.tail, paired,
+        launch.block, launch.block_k,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _attend_packed(qkv: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return _attend(*qkv.unbind(1), *arguments)
+
+
+# ---- registration with torch.library: opaque to torch.compile, differentiable by the reference ----
+
+_library = torch.library.Library("fused_rope_attention", "DEF")
+_library.define(f"varlen(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> Tensor")
+_library.define(f"qkvpacked(Tensor qkv, {_ARGUMENTS}) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    _library.impl("varlen", _attend, _device)
+    _library.impl("qkvpacked", _attend_packed, _device)
+
+
+@torch.library.register_fake("fused_rope_attention::varlen", lib=_library)
+def _(q: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+@torch.library.register_fake("fused_rope_attention::qkvpacked", lib=_library)
+def _(qkv: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return qkv.new_empty((qkv.shape[0], *qkv.shape[2:]))
+
+
+def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    *tensors, cu_seqlens, _max_seqlen, scale, _fuse, _kernel = inputs
+    ctx.save_for_backward(*tensors, cu_seqlens)
+    ctx.scale = scale
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Differentiate the reference, computed again from the saved inputs."""
+    *tensors, cu_seqlens = ctx.saved_tensors
+    needed = ctx.needs_input_grad[: len(tensors)]
+    with torch.enable_grad():
+        tensors = [x.detach().requires_grad_(n) for x, n in zip(tensors, needed, strict=True)]
+        *qkv, cos, sin = tensors
+        q, k, v = qkv[0].unbind(1) if len(qkv) == 1 else qkv
+        out = rope_attention_reference(q, k, v, cos, sin, cu_seqlens, ctx.scale)
+    wanted = [x for x in tensors if x.requires_grad]
+    grads = iter(torch.autograd.grad(out, wanted, grad))
+    return (*(next(grads) if n else None for n in needed), None, None, None, None, None)
+
+
+for _name in ("varlen", "qkvpacked"):
+    torch.library.register_autograd(
+        f"fused_rope_attention::{_name}", _backward, setup_context=_save, lib=_library
+    )

@@ -1,0 +1,52 @@
+"""The unfused computation in plain PyTorch: the oracle, the CPU path, the differentiable path."""
+
+import torch
+
+# Rows of Q whose logits exist at once: bounds the memory of a long segment.
+QUERY_BLOCK = 1024
+
+
+def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Split-half (NeoX) rotation in fp32, then back to the dtype of x.
+
+    x [tokens, heads, head_dim]; cos and sin [tokens, rotary_dim / 2] fp32. The dims behind
+    rotary_dim pass unrotated. x1' = x1 cos - x2 sin, x2' = x2 cos + x1 sin (Su et al., RoFormer,
+    2021, in the layout of GPT-NeoX).
+    """
+    half = cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    x1, x2, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+    rotated = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
+    return torch.cat([rotated.to(x.dtype), rest], dim=-1)
+
+
+def rope_attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Rotate, then attend segment by segment; shapes as fused_rope_attention's.
+
+    Logits and softmax in fp32, probabilities cast to the dtype of v, the second product summed in
+    fp32. Tokens of no segment get 0.
+    """
+    tokens = q.shape[0]
+    q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    bounds = cu_seqlens.clamp(0, tokens).tolist()
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        for first in range(start, end, QUERY_BLOCK):
+            rows = slice(first, min(first + QUERY_BLOCK, end))
+            out[rows] = _attend(q[rows], k[start:end], v[start:end], scale)
+    return out
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    logits = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
+    p = torch.exp(logits - logits.amax(-1, keepdim=True).detach())
+    normalizer = p.sum(-1).T[..., None]
+    return (torch.einsum("hqk,khd->qhd", p.to(v.dtype).float(), v.float()) / normalizer).to(v.dtype)

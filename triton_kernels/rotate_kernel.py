@@ -1,0 +1,77 @@
+"""Rotation as a pass of its own, for the strategies that want Q or K rotated beforehand.
+
+Bound by memory alone: one read and one write of x, the angles read once for all heads of a token.
+"""
+
+import triton
+import triton.language as tl
+
+from triton_kernels.tiles import cast, load_angles, load_pairs, pair_columns, store_columns
+
+
+@triton.jit
+def rotate_kernel(
+    # tensors; out may be x itself where PAIRED is False
+    x_ptr, out_ptr, cos_ptr, sin_ptr,
+    # sizes
+    tokens, heads,
+    # strides in elements; the last axis is contiguous
+    x_stride, x_head_stride,
+    out_stride, out_head_stride,
+    angle_stride,
+    # shape of a head and how it is cut
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr,
+    # True: write the paired order that the attention kernels read; False: the order of x
+    PAIRED: tl.constexpr,
+    # rows of a tile, heads of a program
+    BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One program for each (token block, group of heads)."""
+    groups = tl.cdiv(heads, GROUP)
+    first = (tl.program_id(0) // groups).to(tl.int64) * BLOCK
+    first_head = (tl.program_id(0) % groups) * GROUP
+    group = tl.minimum(GROUP, heads - first_head)
+    rows = tl.arange(0, BLOCK)
+    mask = rows < tokens - first
+    x_ptr += first * x_stride
+    out_ptr += first * out_stride
+    cos_ptr += first * angle_stride
+    sin_ptr += first * angle_stride
+
+    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
+    for i in range(0, group):
+        head = (first_head + i).to(tl.int64)
+        rotate_tile(
+            x_ptr + head * x_head_stride, x_stride,
+            out_ptr + head * out_head_stride, out_stride,
+            rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM, PAIRED,
+        )  # fmt: skip
+    if TAIL > 0:
+        cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
+        for i in range(0, group):
+            head = (first_head + i).to(tl.int64)
+            rotate_tile(
+                x_ptr + head * x_head_stride, x_stride,
+                out_ptr + head * out_head_stride, out_stride,
+                rows, mask, cos, sin, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, PAIRED,
+            )  # fmt: skip
+
+
+@triton.jit
+def rotate_tile(x_ptr, x_stride, out_ptr, out_stride, rows, mask, cos, sin,
+                FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
+                ROTARY_DIM: tl.constexpr, PAIRED: tl.constexpr):  # fmt: skip
+    """Rotate columns FIRST .. FIRST + WIDTH (in paired order) of one head."""
+    dtype = out_ptr.dtype.element_ty
+    y1, y2 = load_pairs(x_ptr, x_stride, rows, mask, cos, sin, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
+    if PAIRED:
+        y = tl.interleave(cast(y1, dtype), cast(y2, dtype))
+        store_columns(out_ptr, out_stride, rows, mask, y, FIRST, WIDTH, HEAD_DIM)
+    else:
+        pair = FIRST // 2 + tl.arange(0, WIDTH // 2)
+        first, second = pair_columns(pair, HEAD_DIM, ROTARY_DIM)
+        mask = mask[:, None] & (pair < HEAD_DIM // 2)[None, :]
+        row_ptr = out_ptr + rows[:, None] * out_stride
+        tl.store(row_ptr + first[None, :], cast(y1, dtype), mask=mask)
+        tl.store(row_ptr + second[None, :], cast(y2, dtype), mask=mask)

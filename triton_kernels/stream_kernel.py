@@ -1,0 +1,154 @@
+"""Attention within long segments: online softmax over blocks of keys.
+
+A program owns a block of consecutive tokens, whatever segments they belong to, and serves each
+segment that reaches into its block. So every row of the result is written by exactly one program,
+the grid needs no bound on a segment's length, and long and short segments share one launch.
+"""
+
+import triton
+import triton.language as tl
+
+from triton_kernels.tiles import (
+    cast,
+    dot,
+    load_angles,
+    load_columns,
+    load_rotary,
+    segment_bounds,
+    store_columns,
+)
+
+
+@triton.jit
+def stream_kernel(
+    # tensors
+    q_ptr, k_ptr, v_ptr, out_ptr,
+    cos_ptr, sin_ptr, cu_seqlens_ptr,
+    # sizes and scale
+    tokens, segments, scale_log2,
+    # strides in elements; the last axis is contiguous
+    q_stride, q_head_stride,
+    k_stride, k_head_stride,
+    v_stride, v_head_stride,
+    angle_stride,
+    # shape of a head and how it is cut
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr,
+    # what is rotated here
+    ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
+    # rows of a query tile and of a key tile
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program for each (head, token block); blocks run fastest and share the head's K and V."""
+    blocks = tl.cdiv(tokens, BLOCK)
+    head = tl.program_id(0) // blocks
+    block_start = (tl.program_id(0) % blocks) * BLOCK
+    block_end = tl.minimum(block_start + BLOCK, tokens)
+    dtype = out_ptr.dtype.element_ty
+    rows = tl.arange(0, BLOCK)
+    key_rows = tl.arange(0, BLOCK_K)
+    token = block_start + rows
+
+    first = block_start.to(tl.int64)
+    q_ptr += first * q_stride + head.to(tl.int64) * q_head_stride
+    k_ptr += head.to(tl.int64) * k_head_stride
+    v_ptr += head.to(tl.int64) * v_head_stride
+    out_stride = HEADS * HEAD_DIM
+    out_ptr += first * out_stride + head * HEAD_DIM
+
+    mask = token < block_end
+    q_cos_ptr = cos_ptr + first * angle_stride
+    q_sin_ptr = sin_ptr + first * angle_stride
+    cos, sin = load_angles(q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
+    q = load_rotary(
+        q_ptr, q_stride, rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+    )  # [BLOCK, MAIN]
+    if TAIL > 0:
+        cos, sin = load_angles(
+            q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
+        )
+        q_tail = load_rotary(
+            q_ptr, q_stride, rows, mask, cos, sin, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+        )  # [BLOCK, TAIL]
+
+    covered = tl.zeros([BLOCK], tl.int1)
+    first_segment = tl.maximum(last_start_at(cu_seqlens_ptr, block_start, segments), 0)
+    last_segment = last_start_at(cu_seqlens_ptr, block_end - 1, segments)
+    for segment in range(first_segment, last_segment + 1):
+        start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
+        keys = tl.where(end > block_start, end - start, 0)  # 0: only padding follows it
+        row_max = tl.full([BLOCK], -float("inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK], tl.float32)
+        acc = tl.zeros([BLOCK, MAIN], tl.float32)
+        if TAIL > 0:
+            acc_tail = tl.zeros([BLOCK, TAIL], tl.float32)
+
+        for key_block in range(0, keys, BLOCK_K):
+            key_mask = key_rows < keys - key_block
+            key_first = start.to(tl.int64) + key_block
+            k_block_ptr = k_ptr + key_first * k_stride
+            k_cos_ptr = cos_ptr + key_first * angle_stride
+            k_sin_ptr = sin_ptr + key_first * angle_stride
+            k_cos, k_sin = load_angles(
+                k_cos_ptr, k_sin_ptr, angle_stride, key_rows, key_mask, 0, MAIN, ROTARY_DIM
+            )
+            k = load_rotary(
+                k_block_ptr, k_stride, key_rows, key_mask, k_cos, k_sin, 0, MAIN, HEAD_DIM, ROTARY_DIM,
+                ROTATE_K,
+            )  # [BLOCK_K, MAIN]  # fmt: skip
+            logits = dot(q, tl.trans(k))  # [BLOCK, BLOCK_K]
+            if TAIL > 0:
+                k_cos, k_sin = load_angles(
+                    k_cos_ptr, k_sin_ptr, angle_stride, key_rows, key_mask, MAIN, TAIL, ROTARY_DIM
+                )
+                k = load_rotary(
+                    k_block_ptr, k_stride, key_rows, key_mask, k_cos, k_sin, MAIN, TAIL, HEAD_DIM,
+                    ROTARY_DIM, ROTATE_K,
+                )  # [BLOCK_K, TAIL]  # fmt: skip
+                logits = dot(q_tail, tl.trans(k), logits)
+
+            logits = tl.where(key_mask[None, :], logits * scale_log2, -float("inf"))
+            new_max = tl.maximum(row_max, tl.max(logits, 1))
+            p = tl.exp2(logits - new_max[:, None])
+            rescale = tl.exp2(row_max - new_max)
+            row_sum = row_sum * rescale + tl.sum(p, 1)
+            row_max = new_max
+            p = cast(p, dtype)
+
+            v_block_ptr = v_ptr + key_first * v_stride
+            v = load_columns(v_block_ptr, v_stride, key_rows, key_mask, 0, MAIN, HEAD_DIM)
+            acc = dot(p, v, acc * rescale[:, None])
+            if TAIL > 0:
+                v = load_columns(v_block_ptr, v_stride, key_rows, key_mask, MAIN, TAIL, HEAD_DIM)
+                acc_tail = dot(p, v, acc_tail * rescale[:, None])
+
+        mask = (token >= start) & (token < end) & (token < block_end)
+        covered = covered | mask
+        normalizer = tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # an empty segment has none
+        out = cast(acc / normalizer, dtype)
+        store_columns(out_ptr, out_stride, rows, mask, out, 0, MAIN, HEAD_DIM)
+        if TAIL > 0:
+            out = cast(acc_tail / normalizer, dtype)
+            store_columns(out_ptr, out_stride, rows, mask, out, MAIN, TAIL, HEAD_DIM)
+
+    # Tokens of no segment.
+    mask = (token < block_end) & (covered == 0)
+    zeros = tl.zeros([BLOCK, MAIN], dtype)
+    store_columns(out_ptr, out_stride, rows, mask, zeros, 0, MAIN, HEAD_DIM)
+    if TAIL > 0:
+        zeros = tl.zeros([BLOCK, TAIL], dtype)
+        store_columns(out_ptr, out_stride, rows, mask, zeros, MAIN, TAIL, HEAD_DIM)
+
+
+@triton.jit
+def last_start_at(cu_seqlens_ptr, token, segments):
+    """The last segment whose start is at most `token`, by bisection; -1 if there is none."""
+    low = -1
+    high = segments
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens_ptr + middle) <= token:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,125 @@
+"""Loading a segment's rows as tiles, rotated on the way: what the kernels have in common.
+
+A tile's sides are powers of two, a head's width need not be: head_dim is cut into a main tile and
+a tail tile (80 = 64 + 16) so that no product is padded where splitting can avoid it.
+
+Rotated tiles hold their columns in pairs, x1 and x2 of one angle side by side (the two halves of
+the NeoX form interleaved). Q K^T does not care in which order the columns stand as long as Q and K
+agree, and joining the halves this way moves no data between threads. V and the result keep the
+caller's order.
+"""
+
+import triton
+import triton.language as tl
+
+# Triton's interpreter multiplies the bit patterns of bf16 operands and truncates where a GPU rounds
+# to bf16: dot and cast make good for both.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def dot(a, b, acc=None):
+    """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """fp32 x in another dtype, rounded to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def segment_bounds(cu_seqlens_ptr, segment, tokens):
+    """Start and end of a segment, forced into [0, tokens] whatever cu_seqlens holds."""
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + segment), 0), tokens)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + segment + 1), start), tokens)
+    return start, end
+
+
+@triton.jit
+def load_columns(x_ptr, stride, rows, row_mask, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+                 HEAD_DIM: tl.constexpr):  # fmt: skip
+    """Columns FIRST .. FIRST + WIDTH of some rows; zero where masked or past head_dim."""
+    column = FIRST + tl.arange(0, WIDTH)
+    mask = row_mask[:, None]
+    if FIRST + WIDTH > HEAD_DIM:
+        mask = mask & (column < HEAD_DIM)[None, :]
+    return tl.load(x_ptr + rows[:, None] * stride + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_columns(x_ptr, stride, rows, row_mask, x, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+                  HEAD_DIM: tl.constexpr):  # fmt: skip
+    """The inverse of load_columns."""
+    column = FIRST + tl.arange(0, WIDTH)
+    mask = row_mask[:, None]
+    if FIRST + WIDTH > HEAD_DIM:
+        mask = mask & (column < HEAD_DIM)[None, :]
+    tl.store(x_ptr + rows[:, None] * stride + column[None, :], x, mask=mask)
+
+
+@triton.jit
+def pair_columns(pair, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
+    """The two columns that form a pair.
+
+    Rotary pairs are (i, i + rotary_dim / 2). The dims that pass unrotated form pairs of the same
+    kind behind them, so that one code serves both: their angle is 0.
+    """
+    if ROTARY_DIM == HEAD_DIM:
+        first = pair
+        second = pair + HEAD_DIM // 2
+    else:
+        rotary = pair < ROTARY_DIM // 2
+        first = tl.where(rotary, pair, pair + ROTARY_DIM // 2)
+        second = first + tl.where(rotary, ROTARY_DIM // 2, (HEAD_DIM - ROTARY_DIM) // 2)
+    return first, second
+
+
+@triton.jit
+def load_angles(cos_ptr, sin_ptr, stride, rows, row_mask, FIRST: tl.constexpr,
+                WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
+    """cos and sin [rows, WIDTH / 2] for the rotated tile of columns FIRST .. FIRST + WIDTH."""
+    pair = FIRST // 2 + tl.arange(0, WIDTH // 2)
+    mask = row_mask[:, None]
+    if FIRST + WIDTH > ROTARY_DIM:
+        mask = mask & (pair < ROTARY_DIM // 2)[None, :]
+    offsets = rows[:, None] * stride + pair[None, :]
+    return tl.load(cos_ptr + offsets, mask=mask, other=1.0), tl.load(
+        sin_ptr + offsets, mask=mask, other=0.0
+    )
+
+
+@triton.jit
+def load_pairs(x_ptr, stride, rows, row_mask, cos, sin, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+               HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
+    """The two halves [rows, WIDTH / 2] of a tile, rotated in fp32: x1 c - x2 s, x2 c + x1 s."""
+    pair = FIRST // 2 + tl.arange(0, WIDTH // 2)
+    first, second = pair_columns(pair, HEAD_DIM, ROTARY_DIM)
+    mask = row_mask[:, None]
+    if FIRST + WIDTH > HEAD_DIM:
+        mask = mask & (pair < HEAD_DIM // 2)[None, :]
+    row_ptr = x_ptr + rows[:, None] * stride
+    x1 = tl.load(row_ptr + first[None, :], mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(row_ptr + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+@triton.jit
+def load_rotary(x_ptr, stride, rows, row_mask, cos, sin, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+                HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, ROTATE: tl.constexpr):  # fmt: skip
+    """A tile of Q or K in paired order: rotated here, or read as rotate_kernel left it."""
+    if ROTATE:
+        y1, y2 = load_pairs(
+            x_ptr, stride, rows, row_mask, cos, sin, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM
+        )
+        dtype = x_ptr.dtype.element_ty
+        return tl.interleave(cast(y1, dtype), cast(y2, dtype))
+    else:
+        return load_columns(x_ptr, stride, rows, row_mask, FIRST, WIDTH, HEAD_DIM)

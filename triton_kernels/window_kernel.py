@@ -1,0 +1,126 @@
+"""Attention within short segments: a program holds one whole segment of one head in one tile.
+
+No online softmax, and every row of Q and K is rotated exactly once.
+"""
+
+import triton
+import triton.language as tl
+
+from triton_kernels.tiles import (
+    cast,
+    dot,
+    load_angles,
+    load_columns,
+    load_rotary,
+    segment_bounds,
+    store_columns,
+)
+
+
+@triton.jit
+def window_kernel(
+    # tensors
+    q_ptr, k_ptr, v_ptr, out_ptr,
+    cos_ptr, sin_ptr, cu_seqlens_ptr,
+    # sizes and scale
+    tokens, segments, scale_log2,
+    # strides in elements; the last axis is contiguous
+    q_stride, q_head_stride,
+    k_stride, k_head_stride,
+    v_stride, v_head_stride,
+    angle_stride,
+    # shape of a head and how it is cut
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr,
+    # what is rotated here
+    ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
+    # rows of a tile, at least the longest segment
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for each (segment, head); heads run fastest, so neighbours share cache lines."""
+    segment = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
+    dtype = out_ptr.dtype.element_ty
+    rows = tl.arange(0, BLOCK)
+    out_stride = HEADS * HEAD_DIM
+    out_ptr += head * HEAD_DIM
+
+    start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
+    length = end - start
+    if (length > 0) & (length <= BLOCK):
+        # From here on offsets count from the segment's start and fit 32 bits.
+        first = start.to(tl.int64)
+        q_ptr += first * q_stride + head.to(tl.int64) * q_head_stride
+        k_ptr += first * k_stride + head.to(tl.int64) * k_head_stride
+        v_ptr += first * v_stride + head.to(tl.int64) * v_head_stride
+        cos_ptr += first * angle_stride
+        sin_ptr += first * angle_stride
+        mask = rows < length
+
+        cos, sin = load_angles(
+            cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM
+        )  # [BLOCK, MAIN / 2]
+        q = load_rotary(
+            q_ptr, q_stride, rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+        )  # [BLOCK, MAIN]
+        k = load_rotary(
+            k_ptr, k_stride, rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K
+        )  # [BLOCK, MAIN]
+        logits = dot(q, tl.trans(k))  # [BLOCK, BLOCK]
+        if TAIL > 0:
+            cos, sin = load_angles(
+                cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
+            )
+            q = load_rotary(
+                q_ptr, q_stride, rows, mask, cos, sin, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+            )  # [BLOCK, TAIL]
+            k = load_rotary(
+                k_ptr, k_stride, rows, mask, cos, sin, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
+            )  # [BLOCK, TAIL]
+            logits = dot(q, tl.trans(k), logits)
+
+        logits = tl.where(mask[None, :], logits * scale_log2, -float("inf"))
+        p = tl.exp2(logits - tl.max(logits, 1)[:, None])
+        normalizer = tl.sum(p, 1)[:, None]
+        p = cast(p, dtype)
+
+        out_first_ptr = out_ptr + first * out_stride
+        v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK, MAIN]
+        out = dot(p, v) / normalizer
+        store_columns(out_first_ptr, out_stride, rows, mask, cast(out, dtype), 0, MAIN, HEAD_DIM)
+        if TAIL > 0:
+            v = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)  # [BLOCK, TAIL]
+            out = dot(p, v) / normalizer
+            store_columns(out_first_ptr, out_stride, rows, mask, cast(out, dtype), MAIN, TAIL, HEAD_DIM)
+
+    # A segment that breaks the promise of max_seqlen must not pass for a result.
+    if length > BLOCK:
+        fill_rows(out_ptr, start, end, BLOCK, float("nan"), HEADS, HEAD_DIM, MAIN, TAIL, BLOCK)
+
+    # Tokens of no segment stand before the first and behind the last: each program clears a share.
+    share = segments * BLOCK
+    before = tl.minimum(tl.load(cu_seqlens_ptr), tokens)
+    behind = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + segments), 0), tokens)
+    fill_rows(
+        out_ptr, segment * BLOCK, before, share, 0.0, HEADS, HEAD_DIM, MAIN, TAIL, BLOCK
+    )
+    fill_rows(
+        out_ptr, behind + segment * BLOCK, tokens, share, 0.0, HEADS, HEAD_DIM, MAIN, TAIL, BLOCK
+    )
+
+
+@triton.jit
+def fill_rows(out_ptr, start, end, step, value, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+              MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write value to rows start .. end of one head, BLOCK rows every `step`."""
+    dtype = out_ptr.dtype.element_ty
+    stride = HEADS * HEAD_DIM
+    for block in range(0, end - start, step):
+        rows = tl.arange(0, BLOCK)
+        mask = rows < end - start - block
+        ptr = out_ptr + (start.to(tl.int64) + block) * stride
+        x = tl.full([BLOCK, MAIN], value, dtype)
+        store_columns(ptr, stride, rows, mask, x, 0, MAIN, HEAD_DIM)
+        if TAIL > 0:
+            x = tl.full([BLOCK, TAIL], value, dtype)
+            store_columns(ptr, stride, rows, mask, x, MAIN, TAIL, HEAD_DIM)
