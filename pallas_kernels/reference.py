@@ -1,5 +1,7 @@
 """The unfused computation in plain jnp: the oracle, the CPU path, the differentiable path."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -32,63 +34,57 @@ def rope_attention_reference(
     scale: float,
     max_seqlen: int | None = None,
 ) -> jax.Array:
-    """Rotate, then attend within segments; shapes as fused_rope_attention's.
+    """Rotate, then attend segment by segment; shapes as fused_rope_attention's.
 
     Logits and softmax in fp32, probabilities cast to the dtype of v, the second product summed in
-    fp32. Tokens of no segment get 0. The values of cu_seqlens are unknown under jit, so a block of
-    queries meets every key that a segment of max_seqlen tokens could reach, and a mask decides;
-    rows of a longer segment are NaN.
+    fp32. Tokens of no segment get 0. The values of cu_seqlens are unknown under jit, so a step
+    takes a block of rows and room for max_seqlen keys; rows of a longer segment are NaN.
     """
-    tokens = q.shape[0]
+    tokens, segments = q.shape[0], cu_seqlens.shape[0] - 1
     longest = tokens if max_seqlen is None else max(1, min(max_seqlen, tokens))
-    block = min(QUERY_BLOCK, tokens)
-    blocks = -(-tokens // block)
-    span = min(tokens, block + 2 * (longest - 1))
-
+    block = min(QUERY_BLOCK, longest)
     q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
     bounds = jnp.clip(cu_seqlens, 0, tokens)
-    segment = jnp.searchsorted(bounds, jnp.arange(tokens), side="right").astype(jnp.int32) - 1
-    # Padding gets numbers that no key has: -1 before the first segment, -2 behind the last.
-    segment = jnp.where(segment == len(cu_seqlens) - 1, -2, segment)
-    lengths = jnp.diff(bounds, append=tokens)[segment]
-    too_long = (segment >= 0) & (lengths > longest)
 
-    def attend(first: jax.Array) -> jax.Array:
-        # The last block is moved back to end with the tokens, and the keys to stay within them.
-        first = jnp.minimum(first, tokens - block)
-        first_key = jnp.clip(first - (longest - 1), 0, tokens - span)
-        rows = jax.lax.dynamic_slice_in_dim(q, first, block)
-        keys = jax.lax.dynamic_slice_in_dim(k, first_key, span)
-        values = jax.lax.dynamic_slice_in_dim(v, first_key, span)
-        row_segment = jax.lax.dynamic_slice_in_dim(segment, first, block)
-        key_segment = jax.lax.dynamic_slice_in_dim(segment, first_key, span)
-        return _attend(rows, keys, values, row_segment, key_segment, scale)
+    def attend(out: jax.Array, start: jax.Array, end: jax.Array, first: jax.Array) -> jax.Array:
+        row, key = first + jnp.arange(block), start + jnp.arange(longest)
+        take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
+        key = jnp.where(key < end, key, tokens)  # past the end: read as 0, and masked
+        row = jnp.where(row < end, row, tokens)  # past the end: not written
+        attended = _attend(take(q, row), take(k, key), take(v, key), key < tokens, scale)
+        return out.at[row].set(attended, mode="drop")
 
-    out = jax.lax.map(attend, jnp.arange(blocks) * block)
-    if tokens % block:
-        # Rows that the moved last block has in common with its predecessor are taken once.
-        out = jnp.concatenate([out[:-1].reshape(-1, *q.shape[1:]), out[-1, -(tokens % block) :]])
-    out = out.reshape(q.shape)
+    def step(out: jax.Array, place: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        segment, i = place
+        start, end = bounds[segment], bounds[segment + 1]
+        first = start + i * block
+        visited = (first < end) & (end - start <= longest)
+        return jax.lax.cond(
+            visited, attend, lambda out, *_: out, out, start, end, first
+        ), None
+
+    blocks = -(-longest // block)
+    places = jnp.divmod(jnp.arange(segments * blocks), blocks)
+    out, _ = jax.lax.scan(step, jnp.zeros_like(v), places)
+
+    # A segment that breaks the promise of max_seqlen must not pass for a result.
+    row = jnp.arange(tokens)
+    segment = jnp.clip(jnp.searchsorted(bounds, row, side="right") - 1, 0, segments - 1)
+    start, end = bounds[segment], bounds[segment + 1]
+    too_long = (start <= row) & (row < end) & (end - start > longest)
     return jnp.where(too_long[:, None, None], jnp.nan, out)
 
 
 def _attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    row_segment: jax.Array,
-    key_segment: jax.Array,
-    scale: float,
+    q: jax.Array, k: jax.Array, v: jax.Array, key_mask: jax.Array, scale: float
 ) -> jax.Array:
+    """q [rows, heads, head_dim], k and v [keys, heads, head_dim], at least one key unmasked."""
     precision = jax.lax.Precision.HIGHEST
-    mask = (row_segment[:, None] == key_segment[None, :]) & (row_segment >= 0)[:, None]
     logits = jnp.einsum(
         "qhd,khd->hqk", q, k, precision=precision, preferred_element_type=jnp.float32
     )
-    # Masked logits are replaced before exp and after, so that neither values nor gradients overflow.
-    row_max = jnp.max(jnp.where(mask, logits, -jnp.inf), axis=-1, keepdims=True)
-    row_max = jax.lax.stop_gradient(jnp.where(jnp.isneginf(row_max), 0.0, row_max))
-    p = jnp.where(mask, jnp.exp((jnp.where(mask, logits, row_max) - row_max) * scale), 0.0)
+    logits = jnp.where(key_mask, logits * scale, -jnp.inf)
+    p = jnp.exp(logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
     normalizer = jnp.sum(p, axis=-1).T[..., None]
     out = jnp.einsum(
         "hqk,khd->qhd",
@@ -97,4 +93,4 @@ def _attend(
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    return (out / jnp.where(normalizer == 0.0, 1.0, normalizer)).astype(v.dtype)
+    return (out / normalizer).astype(v.dtype)

@@ -91,30 +91,30 @@ def stream_kernel(
                 )  # [block_k, tail]  # fmt: skip
                 logits = dot(q_tail, k.T, logits)
 
-            logits = jnp.where(key_mask[None, :], logits * scale_log2, -jnp.inf)
-            new_max = jnp.maximum(row_max, jnp.max(logits, axis=1))
-            p = jnp.exp2(logits - new_max[:, None])
-            rescale = jnp.exp2(row_max - new_max)
-            row_sum = row_sum * rescale + jnp.sum(p, axis=1)
+            logits = jnp.where(key_mask[None, :], logits, -jnp.inf)
+            new_max = jnp.maximum(row_max, jnp.max(logits, axis=1) * scale_log2)
+            p = jnp.exp2(logits * scale_log2 - new_max[:, None])
+            decay = jnp.exp2(row_max - new_max)
+            row_sum = row_sum * decay + jnp.sum(p, axis=1)
             row_max = new_max
             p = p.astype(dtype)
 
             v = load_columns(v_head, first_key, key_mask, 0, main, head_dim)
-            acc = dot(p, v, acc * rescale[:, None])
+            acc = dot(p, v, acc * decay[:, None])
             if tail > 0:
                 v = load_columns(v_head, first_key, key_mask, main, tail, head_dim)
-                acc_tail = dot(p, v, acc_tail * rescale[:, None])
+                acc_tail = dot(p, v, acc_tail * decay[:, None])
             return row_max, row_sum, acc, acc_tail
 
         carry = (row_max, row_sum, acc, acc_tail)
         _, row_sum, acc, acc_tail = jax.lax.fori_loop(0, pl.cdiv(keys, block_k), visit, carry)
 
         mask = (token >= start) & (token < end) & (token < block_end)
-        normalizer = jnp.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # an empty segment has none
-        out = (acc / normalizer).astype(dtype)
+        rescale = (1.0 / jnp.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
+        out = (acc * rescale).astype(dtype)
         store_columns(out_head, block_start, mask, out, 0, main, head_dim)
         if tail > 0:
-            out = (acc_tail / normalizer).astype(dtype)
+            out = (acc_tail * rescale).astype(dtype)
             store_columns(out_head, block_start, mask, out, main, tail, head_dim)
         return covered | mask
 

@@ -107,28 +107,28 @@ def stream_kernel(
                 )  # [BLOCK_K, TAIL]  # fmt: skip
                 logits = dot(q_tail, tl.trans(k), logits)
 
-            logits = tl.where(key_mask[None, :], logits * scale_log2, -float("inf"))
-            new_max = tl.maximum(row_max, tl.max(logits, 1))
-            p = tl.exp2(logits - new_max[:, None])
-            rescale = tl.exp2(row_max - new_max)
-            row_sum = row_sum * rescale + tl.sum(p, 1)
+            logits = tl.where(key_mask[None, :], logits, -float("inf"))
+            new_max = tl.maximum(row_max, tl.max(logits, 1) * scale_log2)
+            p = tl.exp2(logits * scale_log2 - new_max[:, None])
+            decay = tl.exp2(row_max - new_max)
+            row_sum = row_sum * decay + tl.sum(p, 1)
             row_max = new_max
             p = cast(p, dtype)
 
             v_block_ptr = v_ptr + key_first * v_stride
             v = load_columns(v_block_ptr, v_stride, key_rows, key_mask, 0, MAIN, HEAD_DIM)
-            acc = dot(p, v, acc * rescale[:, None])
+            acc = dot(p, v, acc * decay[:, None])
             if TAIL > 0:
                 v = load_columns(v_block_ptr, v_stride, key_rows, key_mask, MAIN, TAIL, HEAD_DIM)
-                acc_tail = dot(p, v, acc_tail * rescale[:, None])
+                acc_tail = dot(p, v, acc_tail * decay[:, None])
 
         mask = (token >= start) & (token < end) & (token < block_end)
         covered = covered | mask
-        normalizer = tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # an empty segment has none
-        out = cast(acc / normalizer, dtype)
+        rescale = (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
+        out = cast(acc * rescale, dtype)
         store_columns(out_ptr, out_stride, rows, mask, out, 0, MAIN, HEAD_DIM)
         if TAIL > 0:
-            out = cast(acc_tail / normalizer, dtype)
+            out = cast(acc_tail * rescale, dtype)
             store_columns(out_ptr, out_stride, rows, mask, out, MAIN, TAIL, HEAD_DIM)
 
     # Tokens of no segment.

@@ -1,0 +1,56 @@
+"""Carrying arrays between NumPy, PyTorch and JAX with their bits unchanged."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from compare.environment import has_gpu
+from compare.workloads import KernelInputs
+
+# qkv, cos, sin, cu_seqlens of one framework: what every kernel implementation is called with.
+KernelArguments = tuple[Any, Any, Any, Any]
+
+
+def torch_device() -> torch.device:
+    """The device that PyTorch's side of the comparison runs on."""
+    return torch.device("cuda" if has_gpu() and torch.cuda.is_available() else "cpu")
+
+
+def to_torch(array: np.ndarray, device: torch.device | str | None = None) -> torch.Tensor:
+    """A copy of a NumPy array, bfloat16 included, on a device (default: torch_device())."""
+    device = torch_device() if device is None else device
+    if array.dtype == ml_dtypes.bfloat16:
+        # PyTorch does not know NumPy's bfloat16, which ml_dtypes adds: hand over its bits.
+        return torch.tensor(array.view(np.int16), device=device).view(torch.bfloat16)
+    return torch.tensor(array, device=device)
+
+
+def from_jax(array: Any) -> torch.Tensor:
+    """A JAX array as a tensor on torch_device()."""
+    return to_torch(np.asarray(array))
+
+
+def poison(arguments: KernelArguments, results: int = 1) -> None:
+    """Leave NaN in freed memory of the size of results, which is where the next ones will lie.
+
+    An implementation that leaves a part of its result unwritten then gives NaN, not what happens to
+    be right because an earlier call wrote it.
+    """
+    filled = [arguments[0][:, 0] * float("nan") for _ in range(results)]
+    for array in filled:
+        array[-1, -1, -1].item()  # waits
+    del filled
+
+
+def torch_arguments(inputs: KernelInputs) -> KernelArguments:
+    """A workload's inputs as tensors on torch_device()."""
+    return tuple(to_torch(x) for x in (inputs.qkv, inputs.cos, inputs.sin, inputs.cu_seqlens))
+
+
+def jax_arguments(inputs: KernelInputs) -> KernelArguments:
+    """A workload's inputs as JAX arrays on the default device."""
+    import jax.numpy as jnp
+
+    return tuple(jnp.array(x) for x in (inputs.qkv, inputs.cos, inputs.sin, inputs.cu_seqlens))

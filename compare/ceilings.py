@@ -1,0 +1,82 @@
+"""What this GPU can do at most, measured in the same run, and the floors that follow from it."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+# As many bytes as the 1344 px workload moves: a smaller copy is slower, a larger one faster, and
+# the floor should be one that a kernel of this size could reach.
+_COPY_BYTES = 47 << 20
+_LARGE_COPY_BYTES = 1 << 29
+_MATRIX_SIDE = 8192
+_SAMPLES = 15
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured limits of one GPU.
+
+    Attributes:
+        copy_bytes_per_s: bytes read plus bytes written by an elementwise copy of 94 MiB in all.
+        large_copy_bytes_per_s: the same for 1 GiB in all.
+        matrix_flops_per_s: of a bf16 product of random matrices of 8192 x 8192.
+    """
+
+    copy_bytes_per_s: float
+    large_copy_bytes_per_s: float
+    matrix_flops_per_s: float
+
+    def to_json(self) -> dict[str, float]:
+        """For a result file."""
+        return asdict(self)
+
+    def kernel_floor_us(self, bytes_moved: int, matrix_flops: int) -> float:
+        """The longer of the two: moving the bytes, doing the products."""
+        return 1e6 * max(
+            bytes_moved / self.copy_bytes_per_s, matrix_flops / self.matrix_flops_per_s
+        )
+
+    def tower_floor_us(self, bytes_moved: int, matrix_flops: int) -> float:
+        """All matrix work, then the windows' bytes: layers run one after the other."""
+        return 1e6 * (bytes_moved / self.copy_bytes_per_s + matrix_flops / self.matrix_flops_per_s)
+
+
+def measure() -> Ceilings:
+    """Measure the GPU's ceilings; takes about a second."""
+    shape = (_MATRIX_SIDE, _MATRIX_SIDE)
+    # Random values: on zeros a product draws less power and runs faster than on any real data.
+    a, b = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    product = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    matrix_s = _median_seconds([lambda: torch.matmul(a, b, out=product)], calls=5)
+    return Ceilings(
+        copy_bytes_per_s=_copy_rate(_COPY_BYTES, sets=8),
+        large_copy_bytes_per_s=_copy_rate(_LARGE_COPY_BYTES, sets=2),
+        matrix_flops_per_s=2 * _MATRIX_SIDE**3 / matrix_s,
+    )
+
+
+def _copy_rate(size: int, sets: int) -> float:
+    """Bytes a second of an elementwise kernel that reads `size` bytes and writes as many."""
+    sources = torch.randn(sets, size // 4, device="cuda")
+    targets = torch.empty_like(sources)
+    copies = [
+        lambda source=source, target=target: torch.neg(source, out=target)
+        for source, target in zip(sources, targets, strict=True)
+    ]
+    return 2 * size / _median_seconds(copies, calls=4 * sets)
+
+
+def _median_seconds(rotating: list[Callable[[], object]], calls: int) -> float:
+    """Seconds a call, of calls that are queued without waiting in between."""
+    samples = []
+    for _ in range(_SAMPLES + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for index in range(calls):
+            rotating[index % len(rotating)]()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) / 1e3 / calls)
+    return statistics.median(samples[3:])  # the first ones warm up

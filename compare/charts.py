@@ -1,0 +1,143 @@
+"""Result files as charts that can be read at a glance; SVG on white, labelled in place."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from compare.console import number
+from compare.markdown import OURS, family, ranking, timed
+from compare.results import Results
+
+_INK, _SOFT_INK, _PEER = "#1f2937", "#6b7280", "#cbd5e1"
+_COLOURS = {"triton": "#0f766e", "pallas": "#2563eb", "torch": "#0f766e", "flax": "#2563eb"}
+_STYLE = {
+    "font.size": 9,
+    "text.color": _INK,
+    "axes.edgecolor": _SOFT_INK,
+    "axes.labelcolor": _INK,
+    "xtick.color": _SOFT_INK,
+    "ytick.color": _INK,
+    "svg.hashsalt": "fused-rope-attention",  # the same results give the same file
+}
+
+
+def timing_chart(results: Results, workloads: Sequence[str], title: str, path: Path) -> None:
+    """Bars of one family of workloads, one panel for each, with the floor as a line.
+
+    Of peers that differ in the rotation alone, the faster stands for both.
+
+    Args:
+        results: of kernels or towers.
+        workloads: panels, from left to right.
+        title: what is timed.
+        path: the SVG to write.
+    """
+    unit, scale = ("ms", 1e3) if results.part == "towers" else ("µs", 1.0)
+    names = _strongest(ranking(results, workloads))[::-1]
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(2.4 + 2.2 * len(workloads), 1.1 + 0.3 * len(names)))
+        panels = figure.subplots(1, len(workloads), squeeze=False, sharey=True)[0]
+        for panel, workload in zip(panels, workloads, strict=True):
+            _draw_bars(panel, results, workload, names, scale)
+        panels[0].set_yticks(range(len(names)), names)
+        for label, name in zip(panels[0].get_yticklabels(), names, strict=True):
+            label.set_fontweight("bold" if name in OURS else "normal")
+        figure.suptitle(
+            f"{title}, {unit} (lower is better; dashed: floor)", x=0.01, ha="left", fontsize=11
+        )
+        _save(figure, path)
+
+
+def layer_chart(results: Results, path: Path) -> None:
+    """How far each bf16 tower is from fp32 after every layer."""
+    records = [r for r in results.records if r.get("layer") is not None]
+    names = list(dict.fromkeys(record["implementation"] for record in records))
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(7, 3.2))
+        axes = figure.subplots()
+        ends = []
+        for name in names:
+            points = [
+                (r["layer"], r["relative_rms_error"])
+                for r in records
+                if r["implementation"] == name and r["relative_rms_error"] is not None
+            ]
+            layers, errors = zip(*points, strict=True)
+            colour = _COLOURS.get(name, _SOFT_INK)
+            axes.plot(layers, errors, color=colour, linewidth=2 if name in OURS else 1.5)
+            ends.append((errors[-1], layers[-1], name, colour))
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("layer")
+        _clean(axes)
+        _label_ends(axes, sorted(ends))
+        figure.suptitle(
+            "Relative RMS error of the bf16 towers against the fp32 Hugging Face tower",
+            x=0.01,
+            ha="left",
+            fontsize=11,
+        )
+        _save(figure, path)
+
+
+def _draw_bars(
+    panel: Axes, results: Results, workload: str, names: Sequence[str], scale: float
+) -> None:
+    records = timed(results, workload)
+    times = [records[name]["median_us"] / scale if name in records else 0.0 for name in names]
+    panel.barh(range(len(names)), times, color=[_COLOURS.get(name, _PEER) for name in names])
+    for row, time in enumerate(times):
+        text = f" {number(time)}" if time else " –"
+        panel.text(time, row, text, va="center", fontsize=8)
+    floors = [record["floor_us"] for record in records.values() if record.get("floor_us")]
+    if floors:
+        panel.axvline(floors[0] / scale, color=_INK, linewidth=1, linestyle=(0, (3, 2)))
+    panel.set_xlim(0, 1.25 * max(times, default=1.0))
+    panel.set_xticks([])
+    panel.tick_params(left=False)
+    panel.set_title(_size(workload), loc="left", fontsize=9)
+    _clean(panel)
+    panel.spines["bottom"].set_visible(False)
+
+
+def _size(workload: str) -> str:
+    """What tells a workload from others of its family: "448 px"."""
+    size = workload.removeprefix(family(workload) + "-")
+    return f"{size} px" if size.isdigit() else size
+
+
+def _strongest(names: Sequence[str]) -> list[str]:
+    """Of "rotation + attention" names keep the first, the fastest, of each attention."""
+    kept: dict[str, str] = {}
+    for name in names:
+        kept.setdefault(name.partition(" + ")[2] or name, name)
+    return list(kept.values())
+
+
+def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Names at the lines' ends, pushed apart where they would overlap."""
+    gap = 0.06 * axes.get_ylim()[1]
+    place = float("-inf")
+    for error, layer, name, colour in ends:
+        place = max(error, place + gap)
+        axes.annotate(
+            name,
+            (layer, error),
+            (layer + 0.4, place),
+            color=colour,
+            va="center",
+            fontweight="bold" if name in OURS else "normal",
+            annotation_clip=False,
+        )
+
+
+def _clean(axes: Axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None})

@@ -1,0 +1,71 @@
+"""What the command line prints: tables, progress and single lines, on one console."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+Item = TypeVar("Item")
+
+# Without a terminal rich assumes 80 columns and cuts tables; a log file has room.
+_LOG_WIDTH = 160
+
+
+def console() -> Console:
+    """A console on standard output."""
+    plain = Console()
+    return plain if plain.is_terminal else Console(width=_LOG_WIDTH)
+
+
+def say(text: str) -> None:
+    """Print one line; square brackets stay as they are."""
+    console().print(text, markup=False, highlight=False)
+
+
+def progress(items: Sequence[Item], description: str) -> Iterator[Item]:
+    """Go through items with a progress bar on standard error; in a log, with one line."""
+    bar = Console(stderr=True)
+    if not bar.is_terminal:
+        say(f"{description}: {len(items)} steps")
+    yield from track(items, description, console=bar, transient=True, disable=not bar.is_terminal)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table, the first column left and the others right aligned.
+
+    Args:
+        title: above the table.
+        columns: headings.
+        rows: cells as plain text.
+    """
+    say(title)  # not as the table's title, which would be wrapped to its width
+    table = Table()
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*row)
+    console().print(table, markup=False)
+
+
+def print_missing(reasons: Iterable[tuple[str, str]]) -> None:
+    """One line for each reason: who has no number because of it.
+
+    Args:
+        reasons: (name, reason) pairs.
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons:
+        names.setdefault(reason, []).append(name)
+    for reason, without in names.items():
+        say(f"  no time for {', '.join(without)}: {reason}")
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number to some significant digits; a dash where there is none."""
+    if value is None or value != value:
+        return "–"
+    if value != 0 and abs(value) < 0.1:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:.0f}"

@@ -1,0 +1,81 @@
+"""The machine: is there a GPU, what are the frameworks told about it, and what ran on it."""
+
+import ctypes
+import functools
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+
+_REPORTED_PACKAGES = (
+    "numpy",
+    "torch",
+    "triton",
+    "jax",
+    "jaxlib",
+    "flax",
+    "transformers",
+    "flash-attn",
+    "flash-attn-3",
+    "vllm",
+)
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether the CUDA driver sees a GPU, asked without importing a framework."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    initialised = driver.cuInit(0) == 0
+    return initialised and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def configure() -> None:
+    """Set what the frameworks read from the environment; call before importing any of them.
+
+    Without a GPU Triton interprets its kernels, which it decides when it is imported. With one,
+    JAX must not take most of its memory at start: PyTorch shares it. What the user set stays.
+    """
+    if not has_gpu():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def device_name() -> str:
+    """The first GPU's name as the driver gives it, or "CPU"."""
+    if not has_gpu():
+        return "CPU"
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, None where nvidia-smi does not tell."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = result.stdout.split()
+    return lines[0] if lines else None
+
+
+def versions() -> dict[str, str]:
+    """Version of Python and of every package here that a result can depend on."""
+    found = {"python": platform.python_version()}
+    for package in _REPORTED_PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def slug(name: str) -> str:
+    """A device's name as a directory name: "NVIDIA H200" gives "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

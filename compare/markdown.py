@@ -1,0 +1,194 @@
+"""Result files as Markdown: one table for each family of workloads, ours first, peers by speed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from compare.console import number
+from compare.results import Results
+
+OURS = ("triton", "pallas", "torch", "flax")
+# Whom a peer's time is set against: ours of the same framework.
+_COUNTERPART = {
+    ("kernels", "torch"): "triton",
+    ("kernels", "jax"): "pallas",
+    ("towers", "torch"): "torch",
+    ("towers", "jax"): "flax",
+}
+_PER_LAYER_ROWS = 9
+
+RecordDict = dict[str, Any]
+
+
+def family(workload: str) -> str:
+    """The word before the first dash: "windows" of "windows-448"."""
+    return workload.partition("-")[0]
+
+
+def families(results: Results) -> dict[str, list[str]]:
+    """Workloads by family, both in the order of measurement."""
+    found: dict[str, list[str]] = {}
+    for record in results.records:
+        of_family = found.setdefault(family(record["workload"]), [])
+        if record["workload"] not in of_family:
+            of_family.append(record["workload"])
+    return found
+
+
+def timed(results: Results, workload: str) -> dict[str, RecordDict]:
+    """The workload's records that have a timing, by implementation."""
+    return {r["implementation"]: r for r in results.of(workload) if r["median_us"] is not None}
+
+
+def ranking(results: Results, workloads: Sequence[str]) -> list[str]:
+    """Implementations with a timing: ours, then peers by speed on the last workload they ran."""
+    speed: dict[str, float] = {}
+    for workload in workloads:
+        for name, record in timed(results, workload).items():
+            speed[name] = record["median_us"]
+    return sorted(speed, key=lambda name: (_order(name), speed[name]))
+
+
+def timing_table(results: Results, workloads: Sequence[str]) -> str:
+    """Times of one family: a row for each implementation, a column for each workload.
+
+    A cell holds the median and, for ours, the share of the floor, for a peer how many times longer
+    than ours of the same framework it takes. Spread and error are the largest of the row.
+    """
+    unit, scale = ("ms", 1e3) if results.part == "towers" else ("µs", 1.0)
+    names = ranking(results, workloads)
+    floors = [_first(results.of(workload), "floor_us") for workload in workloads]
+    rows = [["floor", *(number(floor and floor / scale) for floor in floors), "", ""]]
+    for name in names:
+        by_workload = [timed(results, workload) for workload in workloads]
+        cells = [_cell(results.part, records, name, scale) for records in by_workload]
+        own = [records[name] for records in by_workload if name in records]
+        spread = max(record.get("spread_us", 0) / record["median_us"] for record in own)
+        error = max(record["relative_rms_error"] for record in own)
+        label = f"**{name}**" if name in OURS else name
+        rows.append([label, *cells, f"{spread:.1%}", number(error)])
+    headings = [f"{workload.partition('-')[2]}, {unit}" for workload in workloads]
+    return table([family(workloads[0]), *headings, "spread", "rel. RMS error"], rows)
+
+
+def twin_table(results: Results, workloads: Sequence[str]) -> str:
+    """Pallas over Triton by the one clock that sees both; empty where it saw only one."""
+    ratios = []
+    for workload in workloads:
+        records = timed(results, workload)
+        both = [records.get(name, {}).get("profiler_us") for name in ("pallas", "triton")]
+        ratios.append(f"{both[0] / both[1]:.2f}" if all(both) else "–")
+    if all(ratio == "–" for ratio in ratios):
+        return ""
+    headings = [workload.partition("-")[2] for workload in workloads]
+    return table(["device time by one profiler", *headings], [["Pallas / Triton", *ratios]])
+
+
+def resource_table(results: Results, workloads: Sequence[str]) -> str:
+    """First call and peak memory of each tower."""
+    rows = []
+    for name in ranking(results, workloads):
+        records = [timed(results, workload).get(name, {}) for workload in workloads]
+        cells = [
+            f"{number(record.get('compile_s'))} s, {number(record.get('peak_memory_mib'), 5)} MiB"
+            for record in records
+        ]
+        rows.append([name, *cells])
+    headings = [workload.partition("-")[2] for workload in workloads]
+    return table(["first call, peak memory", *headings], rows)
+
+
+def layer_table(results: Results) -> str:
+    """Error of each tower after some of its layers and at the end; empty if there is none."""
+    records = [r for r in results.records if family(r["workload"]) == "tower"]
+    errors = {(r.get("layer"), r["implementation"]): r["relative_rms_error"] for r in records}
+    names = list(dict.fromkeys(r["implementation"] for r in records))
+    layers = sorted({layer for layer, _ in errors if layer is not None})
+    if not layers:
+        return ""
+    step = max(1, len(layers) // (_PER_LAYER_ROWS - 1))
+    rows = [
+        [label, *(number(errors.get((layer, name))) for name in names)]
+        for label, layer in [
+            *((f"layer {layer}", layer) for layer in [*layers[::step], layers[-1]]),
+            ("embeddings", None),
+        ]
+    ]
+    return table(["after", *names], list(dict.fromkeys(map(tuple, rows))))
+
+
+def agreement_line(results: Results) -> str:
+    """One sentence: how many checks, how many failed, the worst of the named kernels."""
+    checks = [record for record in results.records if "passed" in record]
+    failed = sum(not record["passed"] for record in checks)
+    worst = {
+        name: max((r["relative_rms_error"] or 0 for r in checks if _is_kernel(r, name)), default=0)
+        for name in ("triton", "pallas", "pallas against triton")
+    }
+    told = ", ".join(f"{name} {number(error)}" for name, error in worst.items())
+    outcome = "all hold" if not failed else f"**{failed} fail**"
+    return f"{len(checks)} checks, {outcome}. Largest relative RMS error in bf16: {told}."
+
+
+def notes(results: Results) -> list[str]:
+    """One line for each implementation that has a reason for a missing number."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for record in results.records:
+        if "note" in record:
+            key = (record["implementation"], record["note"])
+            reasons.setdefault(key, []).append(record["workload"])
+    everything = len({record["workload"] for record in results.records})
+    lines = []
+    for (name, reason), where in reasons.items():
+        place = "" if len(where) == everything else f" ({', '.join(where)})"
+        lines.append(f"- {name}{place}: {reason}")
+    return lines
+
+
+def provenance(parts: Sequence[Results]) -> str:
+    """What the parts were measured on, with what and when, and the ceilings of each run."""
+    software: dict[str, list[str]] = {}
+    for results in parts:
+        packages = ", ".join(f"{name} {version}" for name, version in results.versions.items())
+        used = f"{results.device}, driver {results.driver or 'unknown'}, {packages}"
+        software.setdefault(used, []).append(_run(results))
+    return " ".join(f"{'; '.join(runs)}: {used}." for used, runs in software.items())
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, the first column left and the others right aligned."""
+    rule = ["---", *["---:"] * (len(headings) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rule, *rows])
+
+
+def _run(results: Results) -> str:
+    told = [results.date[:10]]
+    if results.ceilings:
+        told += [
+            f"copy {results.ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s",
+            f"bf16 products {results.ceilings['matrix_flops_per_s'] / 1e12:.0f} TFLOP/s",
+        ]
+    return f"{results.part} ({', '.join(told)})"
+
+
+def _cell(part: str, records: dict[str, RecordDict], name: str, scale: float) -> str:
+    record = records.get(name)
+    if record is None:
+        return "–"
+    time = number(record["median_us"] / scale)
+    if name in OURS:
+        share = record.get("share_of_floor")
+        return time if share is None else f"**{time}** ({share:.0%} of floor)"
+    ours = records.get(_COUNTERPART.get((part, record.get("framework", "")), ""))
+    return time if ours is None else f"{time} ({record['median_us'] / ours['median_us']:.1f} x)"
+
+
+def _order(name: str) -> int:
+    return OURS.index(name) if name in OURS else len(OURS)
+
+
+def _is_kernel(record: RecordDict, name: str) -> bool:
+    return record["implementation"] == name and record.get("dtype") == "bfloat16"
+
+
+def _first(records: Sequence[RecordDict], key: str) -> float | None:
+    return next((record[key] for record in records if record.get(key) is not None), None)

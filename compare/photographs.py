@@ -1,0 +1,66 @@
+"""Real input: the photographs that scikit-learn ships, as images of any size and as clips."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from compare.errors import UnavailableError
+from compare.workloads import PATCH, TowerWorkload
+from flax_models import preprocess
+
+# Between what the smallest and the largest workload need, so that no side is changed.
+_PIXELS = {"min_pixels": 1, "max_pixels": 1 << 24}
+
+
+def photographs() -> list[Image.Image]:
+    """A temple in China and a flower, each 640 x 427 pixels.
+
+    Raises:
+        UnavailableError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_sample_images
+    except ImportError:
+        raise UnavailableError(
+            "the photographs come with scikit-learn: pip install 'fused-rope-attention[compare]'"
+        ) from None
+    return [Image.fromarray(pixels) for pixels in load_sample_images().images]
+
+
+def agreement_input(width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Both photographs in one call; their sides are no multiples of the window.
+
+    Args:
+        width: pixels to shrink the first to, the second to two thirds of it; None: as they are.
+
+    Returns:
+        pixel_values fp32 [tokens, 1176] and grid_thw int64 [2, 3].
+    """
+    images = photographs()
+    if width is not None:
+        widths = (width, width * 2 // 3)
+        images = [
+            image.resize((w, w * image.height // image.width))
+            for image, w in zip(images, widths, strict=True)
+        ]
+    return preprocess(images, **_PIXELS)
+
+
+def workload_input(workload: TowerWorkload) -> tuple[np.ndarray, np.ndarray]:
+    """The photograph cut square at the workload's size, or a clip that pans across it.
+
+    Returns:
+        pixel_values fp32 [tokens, 1176] and grid_thw int64 [1, 3].
+    """
+    image = photographs()[0]
+    shifts = np.linspace(0, image.width - image.height, workload.frames).astype(int)
+    size = (workload.side, workload.side)
+    frames = [
+        image.crop((x, 0, x + image.height, image.height)).resize(size) for x in shifts.tolist()
+    ]
+    inputs: Sequence = frames if workload.frames == 1 else [frames]
+    pixel_values, grid_thw = preprocess(inputs, **_PIXELS, patch_size=PATCH)
+    if tuple(map(tuple, grid_thw.tolist())) != workload.grid_thw:
+        raise ValueError(f"{workload.name} came out as grid {grid_thw.tolist()}")
+    return pixel_values, grid_thw

@@ -1,0 +1,154 @@
+"""The report: Markdown and charts from result files, for a file of its own and for the README."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from compare import markdown, results
+from compare.errors import InputError, UnavailableError
+from compare.results import Results
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+PARTS = ("agreement", "kernels", "towers")
+
+_METHODS = {
+    "kernels": "PyTorch's times are CUDA-graph replays, JAX's the profiler's sum of a call's "
+    "kernels without the gaps between them; inputs rotate past the L2 cache. In brackets: share of "
+    "the floor, or times as long as ours of the same framework. Spread: 90th - 10th percentile.",
+    "towers": "Wall time of whole calls, inputs on the GPU. In brackets: share of the floor, or "
+    "times as long as ours in PyTorch. Spread: 90th - 10th percentile.",
+}
+_TITLES = {
+    "windows": "Windowed attention, one layer, RoPE included",
+    "frames": "Whole-frame attention, one layer, RoPE included",
+    "tower": "Whole tower, 32 layers",
+}
+
+
+def write_report(directory: Path, out: Path) -> Path:
+    """Draw the charts beside the result files and write the report.
+
+    Args:
+        directory: holds a directory for each device, each with the parts' JSON files.
+        out: the Markdown file to write.
+
+    Returns:
+        `out`.
+
+    Raises:
+        InputError: no results there, one that cannot be read, or a place that cannot be written.
+    """
+    results.check_writable(out)
+    devices = read_devices(directory)
+    for folder, parts in devices.items():
+        _draw(folder, parts)
+    sections = "\n\n".join(_section(f, p, out.parent, full=True) for f, p in devices.items())
+    _replace(out, f"# Results\n\n{sections}\n")
+    return out
+
+
+def update_readme(readme: Path, directory: Path) -> None:
+    """Renew what stands between the markers of a README.
+
+    Raises:
+        InputError: the README cannot be read or lacks the markers, or there are no results.
+    """
+    try:
+        text = readme.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {readme}: {error.strerror}") from None
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise InputError(f"{readme} has no {BEGIN} followed by {END}")
+    _replace(readme, f"{before}{BEGIN}\n{readme_block(readme, directory)}\n{END}{after}")
+
+
+def readme_block(readme: Path, directory: Path) -> str:
+    """What belongs between the markers of a README: the main tables and the charts.
+
+    Raises:
+        InputError: no results, or one that cannot be read.
+    """
+    devices = read_devices(directory)
+    return "\n\n".join(_section(f, p, readme.parent, full=False) for f, p in devices.items())
+
+
+def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
+    """The result files by device directory and part.
+
+    Raises:
+        InputError: there is none, or one cannot be read.
+    """
+    found: dict[Path, dict[str, Results]] = {}
+    for folder in sorted(path for path in directory.glob("*") if path.is_dir()):
+        paths = {part: folder / f"{part}.json" for part in PARTS}
+        parts = {part: results.read(path) for part, path in paths.items() if path.is_file()}
+        if parts:
+            found[folder] = parts
+    if not found:
+        names = ", ".join(f"{part}.json" for part in PARTS)
+        raise InputError(f"no results in {directory}: expected <device>/ with {names}")
+    return found
+
+
+def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) -> str:
+    """One device's results; `base` is where the Markdown file lies that links the charts."""
+    level = "##" if full else "###"  # a README has a heading of its own above
+    lines = [f"{level} {next(iter(parts.values())).device}"]
+    for part, measured in parts.items():
+        body = _agreement(measured) if part == "agreement" else _timings(measured, full)
+        for title, chart, text in body:
+            lines.append(f"{level}# {title}")
+            if chart and (folder / chart).is_file():
+                link = Path(os.path.relpath(folder / chart, base)).as_posix()
+                lines.append(f"![{title}]({link})")
+            lines.append(text)
+        if full and (reasons := markdown.notes(measured)):
+            lines.append("Without a number, and why:\n\n" + "\n".join(reasons))
+    lines.append(f"<sub>{markdown.provenance(list(parts.values()))}</sub>")
+    return "\n\n".join(lines)
+
+
+def _agreement(measured: Results) -> Iterator[tuple[str, str | None, str]]:
+    texts = [markdown.agreement_line(measured), markdown.layer_table(measured)]
+    yield "Agreement", "layers.svg", "\n\n".join(filter(None, texts))
+
+
+def _timings(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
+    for family, workloads in markdown.families(measured).items():
+        texts = [markdown.timing_table(measured, workloads)]
+        if measured.part == "kernels":
+            texts.append(markdown.twin_table(measured, workloads))
+        else:
+            texts.append(markdown.resource_table(measured, workloads))
+        texts.append(_METHODS[measured.part])
+        yield _title(family), f"{family}.svg", "\n\n".join(filter(None, texts))
+
+
+def _draw(folder: Path, parts: dict[str, Results]) -> None:
+    try:
+        from compare import charts
+    except ImportError:
+        raise UnavailableError(
+            "charts need Matplotlib: pip install 'fused-rope-attention[compare]'"
+        ) from None
+    for part, measured in parts.items():
+        if part == "agreement":
+            if any(record.get("layer") is not None for record in measured.records):
+                charts.layer_chart(measured, folder / "layers.svg")
+            continue
+        for family, workloads in markdown.families(measured).items():
+            if markdown.ranking(measured, workloads):
+                path = folder / f"{family}.svg"
+                charts.timing_chart(measured, workloads, _title(family), path)
+
+
+def _title(family: str) -> str:
+    return _TITLES.get(family, family)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

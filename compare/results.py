@@ -1,0 +1,158 @@
+"""Result files: what was measured, on what, with which versions, written whole or not at all.
+
+A file is a JSON object with `part`, `device`, `driver`, `versions`, `date`, `ceilings` and a list
+`records`, one for each implementation of each workload.
+"""
+
+import json
+import math
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from compare import environment
+from compare.errors import InputError
+
+DEFAULT_DIRECTORY = Path(__file__).parent / "results"
+_REQUIRED = ("device", "driver", "versions", "date", "records")
+_ALWAYS_WRITTEN = ("workload", "implementation", "median_us", "floor_us", "relative_rms_error")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One implementation on one workload. Fields that do not apply are None and are not written.
+
+    Attributes:
+        median_us: microseconds a call, None where there is no timing; `note` then says why.
+        spread_us: 90th minus 10th percentile of the same samples.
+        floor_us: the least time that the measured ceilings allow.
+        share_of_floor: floor_us / median_us.
+        relative_rms_error: of the very output that was timed.
+        error_limit: what the error was held to.
+        profiler_us: device time of the call's kernels by the profiler that times both frameworks.
+        kernels_per_call: kernels and copies that the profiler saw in one call.
+        compile_s: the first call, compilation included.
+        peak_memory_mib: most device memory in use, weights included.
+        layer: the record's layer in a tower, from 0.
+        details: further values, written beside the others.
+    """
+
+    workload: str
+    implementation: str
+    median_us: float | None = None
+    floor_us: float | None = None
+    relative_rms_error: float | None = None
+    framework: str | None = None
+    dtype: str | None = None
+    head_dim: int | None = None
+    heads: int | None = None
+    fuse: str | None = None
+    spread_us: float | None = None
+    share_of_floor: float | None = None
+    profiler_us: float | None = None
+    kernels_per_call: float | None = None
+    compile_s: float | None = None
+    peak_memory_mib: float | None = None
+    layer: int | None = None
+    error_limit: float | None = None
+    passed: bool | None = None
+    note: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as it is written: required fields always, others where they say something."""
+        values = {name: _finite(value) for name, value in asdict(self).items()}
+        details = values.pop("details")
+        return {k: v for k, v in values.items() if v is not None or k in _ALWAYS_WRITTEN} | details
+
+
+@dataclass(frozen=True)
+class Results:
+    """The content of one result file."""
+
+    part: str
+    device: str
+    driver: str | None
+    versions: dict[str, str]
+    date: str
+    records: list[dict[str, Any]]
+    ceilings: dict[str, float] = field(default_factory=dict)
+
+    def of(self, workload: str) -> list[dict[str, Any]]:
+        """The workload's records, in the order of measurement."""
+        return [record for record in self.records if record["workload"] == workload]
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: such a number is missing."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def collect(part: str, records: list[Record], ceilings: dict[str, float] | None = None) -> Results:
+    """Put this machine's name, driver, versions and the time beside what was measured."""
+    return Results(
+        part=part,
+        device=environment.device_name(),
+        driver=environment.driver_version(),
+        versions=environment.versions(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        records=[record.to_json() for record in records],
+        ceilings=ceilings or {},
+    )
+
+
+def default_path(part: str, device: str, directory: Path = DEFAULT_DIRECTORY) -> Path:
+    """Where a part's results belong: <directory>/<device>/<part>.json."""
+    return directory / environment.slug(device) / f"{part}.json"
+
+
+def check_writable(path: Path) -> None:
+    """Make sure that a file can be written before hours are spent on its content.
+
+    Raises:
+        InputError: its directory cannot be made or written, or the path is a directory.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the directory for {path}: {error.strerror}") from None
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InputError(f"cannot write results to {path}")
+
+
+def write(results: Results, path: Path) -> None:
+    """Write a result file in one step: a reader sees the old file or the new one, never half.
+
+    Raises:
+        InputError: the place cannot be written.
+    """
+    check_writable(path)
+    text = json.dumps(asdict(results), indent=1, allow_nan=False) + "\n"
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read(path: Path) -> Results:
+    """Read a result file.
+
+    Raises:
+        InputError: no such file, not JSON, or not a result file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read results from {path}: {error}") from None
+    if not isinstance(content, dict) or (missing := set(_REQUIRED) - content.keys()):
+        wanted = ", ".join(sorted(missing)) if isinstance(content, dict) else "a JSON object"
+        raise InputError(f"{path} is no result file: it lacks {wanted}")
+    known = {name: content[name] for name in Results.__dataclass_fields__ if name in content}
+    return Results(**({"part": path.stem} | known))

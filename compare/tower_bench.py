@@ -1,0 +1,187 @@
+"""How fast are the towers, ours and Hugging Face's, at real size on the named workloads?"""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from compare import ceilings as ceilings_module
+from compare import huggingface, photographs
+from compare.ceilings import Ceilings
+from compare.console import number, print_missing, print_table, progress, say
+from compare.errors import one_line
+from compare.metrics import relative_rms_error, tower_verdict
+from compare.results import Record
+from compare.timing import time_wall
+from compare.towers import (
+    Directory,
+    HuggingFaceTower,
+    Tower,
+    TowerImplementation,
+    free_memory,
+    hugging_face_sdpa,
+    our_towers,
+    peer_towers,
+)
+from compare.workloads import TowerWorkload
+from flax_models import VisionConfig
+
+_WARM_UP = 3
+
+Inputs = tuple[np.ndarray, np.ndarray]  # pixel_values, grid_thw
+
+
+def bench_towers(workloads: Sequence[TowerWorkload]) -> tuple[list[Record], Ceilings]:
+    """Measure the GPU's ceilings and every tower on every workload; print the tables.
+
+    Each tower is loaded alone, so that its peak memory is its own.
+
+    Returns:
+        A record for each tower on each workload, and the ceilings.
+    """
+    ceilings = ceilings_module.measure()
+    config = VisionConfig.qwen2_5_vl_7b()
+    # From small to large, because JAX's peak memory only ever grows.
+    workloads = sorted(workloads, key=lambda workload: workload.tokens)
+    inputs = {workload.name: photographs.workload_input(workload) for workload in workloads}
+    with tempfile.TemporaryDirectory() as directory:
+        say(f"Writing a random checkpoint of {config.depth} layers, then its fp32 embeddings")
+        huggingface.random_checkpoint(directory, config)
+        run = _Run(directory, workloads, inputs, _exact_embeddings(directory, inputs))
+        yardstick = run.measure(hugging_face_sdpa(), limits=None)
+        limits = {r.workload: r.relative_rms_error for r in yardstick if r.relative_rms_error}
+        records = list(yardstick)
+        for implementation in progress([*our_towers(), *peer_towers()], "towers"):
+            records += run.measure(implementation, limits)
+    floors = {
+        workload.name: ceilings.tower_floor_us(
+            workload.bytes_moved(config), workload.matrix_flops(config)
+        )
+        for workload in workloads
+    }
+    records = [_with_floor(record, floors[record.workload]) for record in records]
+    for workload in workloads:
+        _print(workload, [record for record in records if record.workload == workload.name])
+    return records, ceilings
+
+
+def _exact_embeddings(directory: Directory, inputs: dict[str, Inputs]) -> dict[str, torch.Tensor]:
+    with huggingface.true_fp32():
+        tower = HuggingFaceTower(huggingface.load(directory, torch.float32))
+        exact = {name: tower.encode(*tower.put(*arrays)) for name, arrays in inputs.items()}
+    del tower
+    free_memory()
+    return exact
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What every tower of a run is measured on."""
+
+    directory: Directory
+    workloads: Sequence[TowerWorkload]
+    inputs: dict[str, Inputs]
+    exact: dict[str, torch.Tensor]
+
+    def measure(
+        self, implementation: TowerImplementation, limits: dict[str, float] | None
+    ) -> list[Record]:
+        """One tower on all workloads; a failure is a record with the reason.
+
+        Args:
+            implementation: the tower, loaded here and let go at the end.
+            limits: the yardstick's error on each workload; None for the yardstick itself.
+        """
+        blanks = [Record(w.name, implementation.name, dtype="bfloat16") for w in self.workloads]
+        try:
+            tower = implementation.load(self.directory)
+        except Exception as error:
+            return [replace(blank, note=one_line(error)) for blank in blanks]
+        records = []
+        for blank in blanks:
+            record = replace(blank, framework=tower.framework)
+            try:
+                timed, embeddings = _time(tower, record, self.inputs[record.workload])
+                error = relative_rms_error(embeddings, self.exact[record.workload])
+                yardstick = error if limits is None else limits.get(record.workload)
+                records.append(_judged(timed, error, yardstick, implementation.ours))
+            except Exception as error:
+                records.append(replace(record, note=one_line(error)))
+        del tower
+        free_memory()
+        times = ", ".join(f"{r.workload} {_ms(r.median_us)}" for r in records)
+        say(f"{implementation.name}, ms: {times}")
+        return records
+
+
+def _time(tower: Tower, record: Record, inputs: Inputs) -> tuple[Record, torch.Tensor]:
+    """Time whole calls; returns the record and the embeddings of the last timed call."""
+    arguments = tower.put(*inputs)
+    tower.reset_peak_memory()
+    embeddings = None
+
+    def call() -> Any:
+        nonlocal embeddings
+        embeddings = tower.encode(*arguments)
+        return embeddings
+
+    start = time.perf_counter()
+    tower.wait(call())
+    compile_s = time.perf_counter() - start
+    for _ in range(_WARM_UP):
+        tower.wait(call())
+    timing = time_wall(call, tower.wait)
+    timed = replace(
+        record,
+        median_us=timing.median_us,
+        spread_us=timing.spread_us,
+        compile_s=compile_s,
+        peak_memory_mib=tower.peak_memory_mib(),
+    )
+    return timed, tower.tensor(embeddings)
+
+
+def _judged(record: Record, error: float, yardstick: float | None, ours: bool) -> Record:
+    """The record with its error, and without its timing where that breaks the rule."""
+    record = replace(record, relative_rms_error=error)
+    if yardstick is None:
+        return replace(record, median_us=None, note="not timed: no bf16 yardstick to judge it by")
+    verdict = tower_verdict(error, yardstick, ours)
+    record = replace(record, error_limit=verdict.limit, passed=verdict.passed)
+    if not verdict.passed:
+        return replace(record, median_us=None, note="not timed: the error breaks its rule")
+    return record
+
+
+def _with_floor(record: Record, floor_us: float) -> Record:
+    share = floor_us / record.median_us if record.median_us else None
+    return replace(record, floor_us=floor_us, share_of_floor=share)
+
+
+def _ms(microseconds: float | None, digits: int = 3) -> str:
+    return number(None if microseconds is None else microseconds / 1e3, digits)
+
+
+def _print(workload: TowerWorkload, records: Sequence[Record]) -> None:
+    timed = [record for record in records if record.median_us is not None]
+    print_table(
+        f"{workload.name}: {workload.tokens} tokens, floor {_ms(records[0].floor_us)} ms",
+        ("tower", "ms", "spread", "x floor", "first call s", "peak MiB", "rel. RMS"),
+        [
+            [
+                record.implementation,
+                _ms(record.median_us),
+                _ms(record.spread_us, 2),
+                number(record.share_of_floor and 1 / record.share_of_floor),
+                number(record.compile_s),
+                number(record.peak_memory_mib, 5),
+                number(record.relative_rms_error),
+            ]
+            for record in sorted(timed, key=lambda r: r.median_us or 0)
+        ],
+    )
+    print_missing((r.implementation, r.note or "") for r in records if r.median_us is None)

@@ -1,0 +1,203 @@
+"""Every tower under comparison behind one interface: ours in both frameworks, Hugging Face's."""
+
+import gc
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from compare import huggingface
+from compare.arrays import from_jax, torch_device
+from compare.environment import has_gpu
+from compare.implementations import require_jax_gpu
+
+Directory = str | os.PathLike[str]
+_MIB = 1 << 20
+
+
+class Tower(ABC):
+    """A loaded tower. Patches are fp32 [tokens, 1176], grids [images, 3] integers."""
+
+    framework: str
+
+    @abstractmethod
+    def put(self, pixel_values: np.ndarray, grid_thw: np.ndarray) -> tuple[Any, Any]:
+        """Bring a call's inputs to where a user of the tower holds them: patches on the GPU."""
+
+    @abstractmethod
+    def encode(self, pixel_values: Any, grid_thw: Any) -> Any:
+        """One call: embeddings [tokens / 4, out_hidden_size] in the framework's array."""
+
+    @abstractmethod
+    def wait(self, embeddings: Any) -> None:
+        """Wait until a call's result is there."""
+
+    @abstractmethod
+    def tensor(self, embeddings: Any) -> torch.Tensor:
+        """An array of the framework as a tensor on torch_device()."""
+
+    @abstractmethod
+    def hidden_states(self, pixel_values: Any, grid_thw: Any) -> Iterator[Any]:
+        """The state after each block, [tokens, hidden_size], in window order."""
+
+    def states(self, pixel_values: Any, grid_thw: Any) -> Iterator[torch.Tensor]:
+        """The state after each block, then the embeddings of a call, all as tensors."""
+        for hidden in self.hidden_states(pixel_values, grid_thw):
+            yield self.tensor(hidden)
+        yield self.tensor(self.encode(pixel_values, grid_thw))
+
+    @abstractmethod
+    def reset_peak_memory(self) -> None:
+        """Start to watch the device's memory anew, where the framework can."""
+
+    @abstractmethod
+    def peak_memory_mib(self) -> float | None:
+        """Most device memory in use since then; None where it is not known."""
+
+
+class _TorchTower(Tower):
+    framework = "torch"
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def put(self, pixel_values: np.ndarray, grid_thw: np.ndarray) -> tuple[Any, Any]:
+        return torch.tensor(pixel_values, device=torch_device()), grid_thw
+
+    def encode(self, pixel_values: Any, grid_thw: Any) -> torch.Tensor:
+        return self.model(pixel_values, grid_thw)
+
+    def wait(self, embeddings: torch.Tensor) -> None:
+        if embeddings.is_cuda:
+            torch.cuda.synchronize()
+
+    def tensor(self, embeddings: torch.Tensor) -> torch.Tensor:
+        return embeddings
+
+    def hidden_states(self, pixel_values: Any, grid_thw: Any) -> Iterator[torch.Tensor]:
+        return self.model.hidden_states(pixel_values, grid_thw)
+
+    def reset_peak_memory(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_memory_mib(self) -> float | None:
+        return torch.cuda.max_memory_allocated() / _MIB if torch.cuda.is_available() else None
+
+
+class HuggingFaceTower(_TorchTower):
+    """Hugging Face's tower as `huggingface.load` returns it, with its inputs on the GPU."""
+
+    def put(self, pixel_values: np.ndarray, grid_thw: np.ndarray) -> tuple[Any, Any]:
+        device = torch_device()
+        return torch.tensor(pixel_values, device=device), torch.tensor(grid_thw, device=device)
+
+    def encode(self, pixel_values: Any, grid_thw: Any) -> torch.Tensor:
+        return huggingface.encode(self.model, pixel_values, grid_thw)
+
+    def hidden_states(self, pixel_values: Any, grid_thw: Any) -> Iterator[torch.Tensor]:
+        return iter(huggingface.hidden_states(self.model, pixel_values, grid_thw))
+
+
+class _JaxTower(Tower):
+    framework = "jax"
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def put(self, pixel_values: np.ndarray, grid_thw: np.ndarray) -> tuple[Any, Any]:
+        import jax
+
+        return jax.device_put(pixel_values), grid_thw
+
+    def encode(self, pixel_values: Any, grid_thw: Any) -> Any:
+        return self.model(pixel_values, grid_thw)
+
+    def wait(self, embeddings: Any) -> None:
+        embeddings.block_until_ready()
+
+    def tensor(self, embeddings: Any) -> torch.Tensor:
+        return from_jax(embeddings)
+
+    def hidden_states(self, pixel_values: Any, grid_thw: Any) -> Iterator[Any]:
+        return self.model.hidden_states(pixel_values, grid_thw)
+
+    def reset_peak_memory(self) -> None:
+        """JAX's peak is that of the process: measure from the smallest workload to the largest."""
+
+    def peak_memory_mib(self) -> float | None:
+        import jax
+
+        statistics = jax.devices()[0].memory_stats() or {}
+        peak = statistics.get("peak_bytes_in_use")
+        return None if peak is None else peak / _MIB
+
+
+@dataclass(frozen=True)
+class TowerImplementation:
+    """A named tower.
+
+    Attributes:
+        name: as in tables and result files.
+        load: reads the checkpoint in bf16; raises UnavailableError or ImportError with the reason
+            where it cannot run here.
+        ours: held to the tower rule; the others are there to be timed.
+    """
+
+    name: str
+    load: Callable[[Directory], Tower]
+    ours: bool = False
+
+
+def our_towers() -> list[TowerImplementation]:
+    """Our PyTorch and our Flax tower."""
+    return [
+        TowerImplementation("torch", _load_torch, ours=True),
+        TowerImplementation("flax", _load_flax, ours=True),
+    ]
+
+
+def hugging_face_sdpa() -> TowerImplementation:
+    """The tower that users have today, and the yardstick of the tower rule."""
+    return _hugging_face("Hugging Face SDPA", "SDPA")
+
+
+def peer_towers() -> list[TowerImplementation]:
+    """Hugging Face's tower with the attention that its users can install."""
+    return [
+        _hugging_face("Hugging Face FA2 varlen", "FA2"),
+        _hugging_face("Hugging Face FA3 varlen", "FA3"),
+    ]
+
+
+def free_memory() -> None:
+    """Hand back what towers that nobody holds any more have taken."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _hugging_face(name: str, attention: str) -> TowerImplementation:
+    return TowerImplementation(
+        name,
+        lambda directory: HuggingFaceTower(huggingface.load(directory, torch.bfloat16, attention)),
+    )
+
+
+def _load_torch(directory: Directory) -> Tower:
+    from compare.torch_tower import load_vision_tower
+
+    return _TorchTower(load_vision_tower(directory, torch.bfloat16, compile=has_gpu()))
+
+
+def _load_flax(directory: Directory) -> Tower:
+    import jax.numpy as jnp
+
+    from flax_models import load_vision_tower
+
+    require_jax_gpu()
+    return _JaxTower(load_vision_tower(directory, jnp.bfloat16))

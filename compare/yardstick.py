@@ -1,0 +1,40 @@
+"""What a workload's results are judged by: the oracle's answer and the unfused error."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from compare.metrics import Verdict, kernel_verdict, relative_rms_error
+from compare.oracle import oracle, unfused
+from compare.workloads import KernelInputs, KernelWorkload
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """One workload with its answer.
+
+    Attributes:
+        inputs: what every implementation gets.
+        exact: [tokens, heads, head_dim] fp64, the oracle's answer.
+        unfused_error: relative RMS error of the unfused computation in the workload's dtype.
+    """
+
+    workload: KernelWorkload
+    inputs: KernelInputs
+    exact: torch.Tensor
+    unfused_error: float
+
+    @classmethod
+    def of(cls, workload: KernelWorkload) -> "Yardstick":
+        """Draw inputs and compute what is right."""
+        inputs = workload.inputs()
+        exact = oracle(inputs)
+        return cls(workload, inputs, exact, relative_rms_error(unfused(inputs), exact))
+
+    def judge(self, outputs: Sequence[torch.Tensor]) -> Verdict:
+        """Rule 1 on the worst of some outputs, each [tokens, heads, head_dim]."""
+        errors = [relative_rms_error(output, self.exact) for output in outputs]
+        # max() alone would drop a NaN that does not come first.
+        worst = max(errors) if all(error == error for error in errors) else float("nan")
+        return kernel_verdict(worst, self.unfused_error, self.workload.dtype)

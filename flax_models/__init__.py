@@ -1,0 +1,52 @@
+"""Vision towers in Flax NNX, and what a tower needs that is no framework's.
+
+Importing this package imports NumPy but neither JAX nor PyTorch: the tower itself is imported when
+one of its names is first used.
+"""
+
+from typing import Any
+
+from flax_models.buckets import Bucket, choose_bucket
+from flax_models.checkpoint import read_checkpoint
+from flax_models.config import VisionConfig
+from flax_models.errors import CheckpointError, ImageError
+from flax_models.images import preprocess
+from flax_models.layout import Layout, plan_layout, rotary_angles
+
+__all__ = [
+    "Bucket",
+    "CheckpointError",
+    "ImageError",
+    "Layout",
+    "VisionConfig",
+    "VisionTower",
+    "choose_bucket",
+    "encode",
+    "load_vision_tower",
+    "plan_layout",
+    "preprocess",
+    "read_checkpoint",
+    "rotary_angles",
+]
+
+_OF_THE_TOWER = ("VisionTower", "encode", "load_vision_tower")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the tower, and with it JAX, when one of its names is first used (PEP 562)."""
+    if name not in _OF_THE_TOWER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from flax_models import tower
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("jax", "jaxlib", "flax"):
+            raise
+        raise ImportError(
+            f"flax_models.{name} needs JAX and Flax: pip install 'fused-rope-attention[jax]'"
+        ) from error
+    return getattr(tower, name)
+
+
+def __dir__() -> list[str]:
+    """Name the tower's functions beside what is already imported."""
+    return sorted({*globals(), *_OF_THE_TOWER})

@@ -1,0 +1,216 @@
+"""`python -m flax_models`: embeddings of image files by a checkpoint's vision tower."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from safetensors.numpy import save_file
+
+import flax_models
+from flax_models import ImageError, VisionConfig, preprocess
+
+_DESCRIPTION = """\
+Compute the embeddings that a Qwen2.5-VL vision tower makes of image files, as the language model
+would receive them.
+
+FILE gets, for image number i of the command line, the array "embeddings_<i>", fp32
+[tokens, out_hidden_size], row after row of the image's merged patches (28 x 28 pixels in the
+published towers); "grid_thw", int64 [images, 3], each image's temporal patches, rows and columns of
+patches; and the images' names: in .npz as the array "images", in .safetensors as the JSON list
+"images" of the metadata. FILE appears only when it is complete.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: without the program's name; None: those of the process.
+
+    Returns:
+        The exit status: 0, or 2 after one sentence on standard error about what is wrong.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        _check_files(options.images, options.out)
+        tower = flax_models.load_vision_tower(
+            options.checkpoint, options.dtype, device=options.device
+        )
+        embeddings, grid_thw = _encode_images(tower, options)
+        _write(options.out, embeddings, grid_thw, [str(path) for path in options.images])
+    except (ValueError, OSError, ImportError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    tokens = sum(map(len, embeddings))
+    images = f"{len(embeddings)} image" + "s" * (len(embeddings) > 1)
+    print(f"wrote {tokens:,} embeddings of {images} to {options.out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flax_models",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="an image file")
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="a checkpoint in Hugging Face's format: a whole vision-language model or its tower",
+    )
+    parser.add_argument(
+        "--out", required=True, type=_output_path, metavar="FILE", help=".safetensors or .npz"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float16", "float32"),
+        help="what the tower computes in (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device", metavar="NAME", help="a platform such as cuda or cpu (default: JAX's choice)"
+    )
+    parser.add_argument(
+        "--min-pixels",
+        type=_positive,
+        default=56 * 56,
+        metavar="N",
+        help="enlarge smaller images (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-pixels",
+        type=_positive,
+        default=28 * 28 * 1280,
+        metavar="N",
+        help="shrink larger images (default: %(default)s; a preprocessor_config.json is not read)",
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=_positive,
+        default=16384,
+        metavar="N",
+        help="encode images together up to so many patches, which bounds the memory that a call "
+        "takes (default: %(default)s)",
+    )
+    return parser
+
+
+def _output_path(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in _WRITERS:
+        raise argparse.ArgumentTypeError(f"{text} must end in {' or '.join(_WRITERS)}")
+    return path
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+def _check_files(images: Sequence[Path], out: Path) -> None:
+    """Find now what would otherwise come to light after minutes of work."""
+    for path in images:
+        if not path.is_file():
+            raise ImageError(f"no such image file: {path}")
+    if not out.parent.is_dir():
+        raise ValueError(f"no such directory for --out: {out.parent}")
+    if out.is_dir():
+        raise ValueError(f"--out is a directory: {out}")
+
+
+def _encode_images(
+    tower: "flax_models.VisionTower", options: argparse.Namespace
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Encode every image: a list of fp32 [tokens, out_hidden_size], and grid_thw [images, 3]."""
+    columns = (TextColumn("encoding images"), BarColumn(), MofNCompleteColumn())
+    embeddings: list[np.ndarray] = []
+    grids = []
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    ) as progress:
+        task = progress.add_task("", total=len(options.images))
+        for pixel_values, grid_thw in _batches(tower.config, options):
+            merged = np.asarray(tower(pixel_values, grid_thw), np.float32)
+            ends = np.cumsum(grid_thw.prod(axis=1)) // tower.config.merge_unit
+            embeddings += np.split(merged, ends[:-1])
+            grids.append(grid_thw)
+            progress.advance(task, len(grid_thw))
+    return embeddings, np.concatenate(grids)
+
+
+def _batches(
+    config: VisionConfig, options: argparse.Namespace
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Preprocess the images and gather neighbours; yield pixel_values and grid_thw of each call."""
+    batch: list[tuple[np.ndarray, np.ndarray]] = []
+    tokens = 0
+    for path in options.images:
+        image = _preprocess(config, path, options)
+        if batch and tokens + len(image[0]) > options.batch_tokens:
+            yield _concatenate(batch)
+            batch, tokens = [], 0
+        batch.append(image)
+        tokens += len(image[0])
+    yield _concatenate(batch)
+
+
+def _concatenate(batch: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    pixel_values, grid_thw = zip(*batch, strict=True)
+    return np.concatenate(pixel_values), np.concatenate(grid_thw)
+
+
+def _preprocess(
+    config: VisionConfig, path: Path, options: argparse.Namespace
+) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        return preprocess(
+            path,
+            min_pixels=options.min_pixels,
+            max_pixels=options.max_pixels,
+            patch_size=config.patch_size,
+            temporal_patch_size=config.temporal_patch_size,
+            merge_size=config.spatial_merge_size,
+        )
+    except ImageError as error:
+        # An image is "image 0" to `preprocess`, which sees one at a time and not always its path.
+        raise ImageError(f"{path}: {error}") from None
+
+
+def _write(out: Path, embeddings: list[np.ndarray], grid_thw: np.ndarray, names: list[str]) -> None:
+    """Write the file beside its place first: nobody ever finds half a file there."""
+    arrays = {f"embeddings_{number}": array for number, array in enumerate(embeddings)}
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
+    try:
+        _WRITERS[out.suffix](unfinished, {**arrays, "grid_thw": grid_thw}, names)
+        os.replace(unfinished, out)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write_safetensors(path: Path, arrays: dict[str, np.ndarray], names: list[str]) -> None:
+    save_file(arrays, path, metadata={"images": json.dumps(names)})
+
+
+def _write_npz(path: Path, arrays: dict[str, np.ndarray], names: list[str]) -> None:
+    with path.open("xb") as file:  # given a path, NumPy would append its own suffix
+        np.savez(file, **arrays, images=np.array(names))
+
+
+_WRITERS = {".safetensors": _write_safetensors, ".npz": _write_npz}
+
+if __name__ == "__main__":
+    sys.exit(main())

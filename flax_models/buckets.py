@@ -1,0 +1,140 @@
+"""Padded sizes: a compiled tower serves every mix of images that fits its bucket.
+
+The sizes of a bucket are functions of its tokens wherever the images allow it, so that the number
+of compilations is the number of token buckets in use, hardly ever more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from flax_models.config import VisionConfig
+from flax_models.grid import MAX_TOKENS, as_grid, count_frames, count_tokens, count_windows
+
+# Steps that keep padding near a tenth for photographs of any size, in 15 buckets: wide where a call
+# takes next to no time, narrow where one image lands. Images of 448, 672, 896 and 1344 px a side
+# (1,024, 2,304, 4,096 and 9,216 tokens) and 16 frames of 448 px (8,192) fit without padding.
+_LADDER = (
+    *(256, 640, 1024, 1536, 2304, 3072, 4096),
+    *(5120, 6144, 7168, 8192, 9216, 12288, 16384, 20480),
+)
+
+# Attention within whole frames gets no benefit from a tighter bound below this many tokens.
+_FRAME_TOKENS = 1 << 15
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The sizes that a layout is padded to; hashable, so it can be a static argument under jit.
+
+    Attributes:
+        tokens: rows of the padded patches.
+        windows: segments of `cu_window_seqlens`; those that are not needed are empty.
+        frames: segments of `cu_frame_seqlens`; those that are not needed are empty.
+        frame_tokens: upper bound on the tokens of one frame.
+
+    Raises:
+        ValueError: a size below 1, or more than `grid.MAX_TOKENS` tokens.
+    """
+
+    tokens: int
+    windows: int
+    frames: int
+    frame_tokens: int
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int | np.integer) or value < 1:
+                raise ValueError(f"bucket {field.name} must be a positive integer, got {value!r}")
+        if self.tokens > MAX_TOKENS:
+            raise ValueError(f"bucket tokens {self.tokens:,} pass the {MAX_TOKENS:,} of one call")
+
+
+def choose_bucket(
+    config: VisionConfig, grid_thw: Any, token_buckets: Sequence[int] | None = None
+) -> Bucket:
+    """Choose the smallest bucket that some images and clips fit in.
+
+    Args:
+        config: the tower's configuration.
+        grid_thw: [images, 3] integers, as for `plan_layout`.
+        token_buckets: the token counts to choose from, each a multiple of the merge unit. None: a
+            built-in ladder from 256 tokens to the most of one call, which pads mixed photographs by
+            about a tenth.
+
+    Raises:
+        ValueError: a bad grid (see `grid.as_grid`), no bucket large enough, or a token bucket that
+            is not a positive multiple of the merge unit.
+    """
+    grid = as_grid(config, grid_thw)
+    buckets = None if token_buckets is None else tuple(token_buckets)
+    return _choose_bucket(config, grid.tobytes(), buckets)
+
+
+@lru_cache(maxsize=256)
+def _choose_bucket(
+    config: VisionConfig, grid_bytes: bytes, token_buckets: tuple[int, ...] | None
+) -> Bucket:
+    grid = np.frombuffer(grid_bytes, dtype=np.int64).reshape(-1, 3)
+    needed = count_tokens(grid)
+    if token_buckets is None:
+        whole_units = -(-_ladder_tokens(needed) // config.merge_unit)
+        return bucket_of_tokens(config, grid, whole_units * config.merge_unit)
+    tokens = min((size for size in token_buckets if size >= needed), default=None)
+    if tokens is None:
+        largest = max(token_buckets, default=0)
+        raise ValueError(
+            f"grid_thw holds {needed:,} tokens, more than the largest token bucket ({largest:,})"
+        )
+    return bucket_of_tokens(config, grid, tokens)
+
+
+def bucket_of_tokens(config: VisionConfig, grid: np.ndarray, tokens: int) -> Bucket:
+    """Derive a bucket's other sizes from its tokens, growing them only for unusual images.
+
+    Args:
+        config: the tower's configuration.
+        grid: [images, 3] int64, checked by `grid.as_grid`.
+        tokens: the padded number of tokens.
+
+    Raises:
+        ValueError: `tokens` is not a positive multiple of the merge unit, or too small.
+    """
+    if not isinstance(tokens, int | np.integer) or tokens < 1 or tokens % config.merge_unit:
+        raise ValueError(
+            f"padded tokens must be a positive multiple of the merge unit {config.merge_unit}, "
+            f"got {tokens!r}"
+        )
+    needed = count_tokens(grid)
+    if tokens < needed:
+        raise ValueError(f"cannot pad {needed:,} tokens to {tokens:,}")
+    # No segment is smaller than a merge unit, so neither count can pass this.
+    most = tokens // config.merge_unit
+    whole_windows = tokens // config.max_window_seqlen
+    return Bucket(
+        tokens=tokens,
+        windows=_roomy(2 * whole_windows + 8, count_windows(config, grid), most),
+        frames=_roomy(tokens // 1024 + 8, count_frames(grid), most),
+        frame_tokens=_roomy(_FRAME_TOKENS, int(grid[:, 1:].prod(axis=1).max()), tokens),
+    )
+
+
+def _roomy(usual: int, needed: int, most: int) -> int:
+    """Double the usual size until it holds what is needed, but never past the most there can be."""
+    while usual < needed:
+        usual *= 2
+    return min(usual, most)
+
+
+def _ladder_tokens(needed: int) -> int:
+    """The smallest rung that holds `needed` tokens; past the ladder, four rungs to a doubling."""
+    for tokens in _LADDER:
+        if tokens >= needed:
+            return tokens
+    step = 1 << ((needed - 1).bit_length() - 3)
+    return -(-needed // step) * step

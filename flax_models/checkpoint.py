@@ -1,0 +1,219 @@
+"""Reading a vision tower's tensors from a Hugging Face checkpoint as NumPy arrays.
+
+Both towers are built from these arrays. Of a whole vision-language model only the vision tensors
+are read, and every one of them is checked before the first is.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  (importing it teaches NumPy, and so safetensors, bfloat16)
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError, safe_open
+
+from flax_models.config import VisionConfig
+from flax_models.errors import CheckpointError
+
+__all__ = ["CheckpointError", "expected_tensors", "read_checkpoint"]
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+
+# How the tower's tensors are named in a tower alone, in a whole model as published, and in one
+# whose names are those of the modules of newer libraries.
+_PREFIXES = ("", "visual.", "model.visual.")
+_TOP_LEVEL = ("patch_embed.", "blocks.", "merger.")
+
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' names, NumPy's
+
+
+def expected_tensors(config: VisionConfig) -> dict[str, tuple[int, ...]]:
+    """Name every tensor of a vision tower, as Hugging Face does without a prefix, and its shape.
+
+    Linear layers are [out_features, in_features]; the patch embedding is
+    [hidden_size, in_channels, temporal_patch_size, patch_size, patch_size].
+    """
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    patch = (config.temporal_patch_size, config.patch_size, config.patch_size)
+    shapes: dict[str, tuple[int, ...]] = {
+        "patch_embed.proj.weight": (hidden, config.in_channels, *patch)
+    }
+    for block in range(config.depth):
+        shapes |= {
+            f"blocks.{block}.norm1.weight": (hidden,),
+            f"blocks.{block}.norm2.weight": (hidden,),
+            **_linear(f"blocks.{block}.attn.qkv", 3 * hidden, hidden),
+            **_linear(f"blocks.{block}.attn.proj", hidden, hidden),
+            **_linear(f"blocks.{block}.mlp.gate_proj", mlp, hidden),
+            **_linear(f"blocks.{block}.mlp.up_proj", mlp, hidden),
+            **_linear(f"blocks.{block}.mlp.down_proj", hidden, mlp),
+        }
+    merged = hidden * config.merge_unit
+    return shapes | {
+        "merger.ln_q.weight": (hidden,),
+        **_linear("merger.mlp.0", merged, merged),
+        **_linear("merger.mlp.2", config.out_hidden_size, merged),
+    }
+
+
+def read_checkpoint(
+    config: VisionConfig, directory: str | os.PathLike[str], progress: bool = False
+) -> dict[str, np.ndarray]:
+    """Read a vision tower's tensors.
+
+    Args:
+        config: the tower's configuration.
+        directory: holds model.safetensors, or model.safetensors.index.json and the files it names;
+            of a vision tower alone, or of a whole vision-language model.
+        progress: show a progress bar on standard error.
+
+    Returns:
+        Arrays under the names and with the shapes of `expected_tensors`, in the dtype in which
+        they are stored: float32, float16 or ml_dtypes.bfloat16.
+
+    Raises:
+        CheckpointError: a missing directory or file; a damaged or truncated file; a tensor that is
+            missing, has another shape than the configuration asks for, or another dtype; a vision
+            tensor that the configuration knows nothing of.
+    """
+    directory = Path(directory)
+    with ExitStack() as stack:
+        stored_in = _locate(directory, stack)
+        prefix = _find_prefix(directory, stored_in, config)
+        shapes = expected_tensors(config)
+        _check_names(directory, stored_in, prefix, shapes)
+        nbytes = {
+            name: stored_in[prefix + name].check(prefix + name, shape)
+            for name, shape in shapes.items()
+        }
+        with _progress_bar(sum(nbytes.values()), progress) as bar:
+            tensors = {}
+            for name in shapes:
+                tensors[name] = stored_in[prefix + name].read(prefix + name)
+                bar.advance(bar.task_ids[0], nbytes[name])
+    return tensors
+
+
+class _File:
+    """A safetensors file, opened on first use and closed with the stack."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        self._stack = stack
+        self._content = None
+
+    @property
+    def content(self) -> safe_open:
+        if self._content is None:
+            if not self.path.is_file():
+                raise CheckpointError(f"no such checkpoint file: {self.path}")
+            try:
+                self._content = self._stack.enter_context(safe_open(self.path, framework="numpy"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{self.path} is damaged or truncated, not a safetensors file: {error}"
+                ) from None
+        return self._content
+
+    def check(self, name: str, shape: tuple[int, ...]) -> int:
+        """Hold a tensor to its expected shape and to the known dtypes; return its bytes."""
+        try:
+            stored = self.content.get_slice(name)
+        except SafetensorError:
+            raise CheckpointError(
+                f"{self.path} lacks the tensor {name!r} that the index says it holds"
+            ) from None
+        if tuple(stored.get_shape()) != shape:
+            raise CheckpointError(
+                f"tensor {name!r} in {self.path} has shape {stored.get_shape()}; "
+                f"the configuration asks for {list(shape)}"
+            )
+        if stored.get_dtype() not in _DTYPES:
+            raise CheckpointError(
+                f"tensor {name!r} in {self.path} is {stored.get_dtype()}; "
+                f"expected {', '.join(_DTYPES)}"
+            )
+        return int(np.prod(shape)) * np.dtype(_DTYPES[stored.get_dtype()]).itemsize
+
+    def read(self, name: str) -> np.ndarray:
+        return self.content.get_tensor(name)
+
+
+def _locate(directory: Path, stack: ExitStack) -> dict[str, _File]:
+    """Map every tensor's stored name to its file; opens no file that an index describes."""
+    if not directory.is_dir():
+        raise CheckpointError(f"no such checkpoint directory: {directory}")
+    single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
+    if single.is_file():
+        file = _File(single, stack)
+        return dict.fromkeys(file.content.keys(), file)
+    if not index.is_file():
+        raise CheckpointError(f"{directory} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}")
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: _File(directory / name, stack) for name in set(names.values())}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} is damaged, it needs a 'weight_map' from tensors to files: {error!r}"
+        ) from None
+    return {name: files[file] for name, file in names.items()}
+
+
+def _find_prefix(directory: Path, stored: Iterable[str], config: VisionConfig) -> str:
+    """The prefix under which most of the tower's tensors are stored."""
+    expected = expected_tensors(config)
+    matches = Counter(
+        {
+            prefix: sum(
+                name.startswith(prefix) and name[len(prefix) :] in expected for name in stored
+            )
+            for prefix in _PREFIXES
+        }
+    )
+    prefix, count = matches.most_common(1)[0]
+    if count == 0:
+        raise CheckpointError(
+            f"{directory} holds no vision tower: no tensor such as 'visual.patch_embed.proj.weight'"
+        )
+    return prefix
+
+
+def _check_names(
+    directory: Path, stored: Iterable[str], prefix: str, expected: Iterable[str]
+) -> None:
+    """Refuse a tower that lacks a tensor, or that has one which would silently be left out."""
+    stored = set(stored)
+    missing = [prefix + name for name in expected if prefix + name not in stored]
+    if missing:
+        raise CheckpointError(f"{directory} lacks {_some(missing)}")
+    wanted = {prefix + name for name in expected}
+    vision = tuple(prefix + part for part in _TOP_LEVEL)
+    unknown = sorted(name for name in stored - wanted if name.startswith(vision))
+    if unknown:
+        raise CheckpointError(
+            f"{directory} holds {_some(unknown)}, which its configuration knows nothing of"
+        )
+
+
+def _some(names: list[str]) -> str:
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"the tensor {names[0]!r}{others}"
+
+
+def _linear(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+@contextmanager
+def _progress_bar(total_bytes: int, visible: bool) -> Iterator[Progress]:
+    columns = (TextColumn("reading weights"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not visible) as bar:
+        bar.add_task("", total=total_bytes)
+        yield bar

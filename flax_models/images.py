@@ -1,0 +1,239 @@
+"""Images and clips to patches, equal to Hugging Face's processors of Qwen2-VL and Qwen2.5-VL."""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from flax_models.errors import ImageError
+
+__all__ = ["ImageError", "preprocess", "smart_resize"]
+
+# Mean and standard deviation of red, green and blue in CLIP's training images.
+_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_STD = (0.26862954, 0.26130258, 0.27577711)
+
+_MAX_ASPECT_RATIO = 200
+# Pillow's own limit for decompression bombs, but as an error instead of a warning.
+_MAX_SOURCE_PIXELS = 89_478_485
+
+ImageLike = Image.Image | np.ndarray | str | os.PathLike[str]
+
+
+def preprocess(
+    images: ImageLike | Sequence[ImageLike | Sequence[ImageLike]],
+    *,
+    min_pixels: int = 56 * 56,
+    max_pixels: int = 28 * 28 * 1280,
+    patch_size: int = 14,
+    temporal_patch_size: int = 2,
+    merge_size: int = 2,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Resize, normalise and cut images and clips into patches.
+
+    Equal in every bit to Hugging Face's Qwen2VLImageProcessor with its Pillow backend. Its
+    torchvision backend, which also prepares videos, differs in the last bit, and by at most two of
+    255 grey levels where a frame is resized. Hugging Face's processor of videos has other default
+    limits, and a checkpoint's preprocessor_config.json may set its own.
+
+    Args:
+        images: a list of images and clips, or a single one. An image is a PIL image, a path, or a
+            uint8 array [height, width, 3]; a clip is a list of images of one size, its frames, or
+            a uint8 array [frames, height, width, 3]. (The outermost list is never a clip: write
+            [frames] for a single clip.) A clip's last frame is repeated until
+            `temporal_patch_size` divides their number; an image is a clip of one frame. Images
+            from paths are turned upright by their EXIF orientation, as Hugging Face loads them.
+        min_pixels: lower limit on the pixels of a resized frame.
+        max_pixels: upper limit on the pixels of a resized frame.
+        patch_size: pixels along a side of a patch.
+        temporal_patch_size: frames of a patch.
+        merge_size: patches along a side of a merge unit; sides become multiples of
+            patch_size x merge_size pixels.
+
+    Returns:
+        pixel_values: fp32 [tokens, 3 x temporal_patch_size x patch_size^2], a patch a row, in the
+            order of channels, frames, rows, columns; rows in Hugging Face's order (see `layout`).
+        grid_thw: int64 [images, 3], the patches of each image or clip along time, height, width.
+
+    Raises:
+        ImageError: no images; an unreadable file, or one of more than 89 million pixels; an array
+            of another shape or dtype; frames of different sizes; sides whose ratio passes 200.
+        ValueError: limits or sizes that are not positive, or `min_pixels` above `max_pixels`.
+    """
+    if min(min_pixels, patch_size, temporal_patch_size, merge_size) < 1:
+        raise ValueError("min_pixels, patch_size, temporal_patch_size and merge_size start at 1")
+    if min_pixels > max_pixels:
+        raise ValueError(f"min_pixels {min_pixels:,} is above max_pixels {max_pixels:,}")
+    items = _as_items(images)
+    if not items:
+        raise ImageError("no images were given")
+    factor = patch_size * merge_size
+    patches = []
+    grids = []
+    for number, item in enumerate(items):
+        frames = _load_frames(item, f"image {number}")
+        width, height = frames[0].size
+        try:
+            height, width = smart_resize(height, width, factor, min_pixels, max_pixels)
+        except ImageError as error:
+            raise ImageError(f"image {number}: {error}") from None
+        resized = [frame.resize((width, height), Image.Resampling.BICUBIC) for frame in frames]
+        resized += resized[-1:] * (-len(frames) % temporal_patch_size)
+        patches.append(_cut_patches(resized, patch_size, temporal_patch_size, merge_size))
+        grids.append(
+            (len(resized) // temporal_patch_size, height // patch_size, width // patch_size)
+        )
+    return _normalise(patches), np.array(grids, dtype=np.int64)
+
+
+def smart_resize(
+    height: int,
+    width: int,
+    factor: int = 28,
+    min_pixels: int = 56 * 56,
+    max_pixels: int = 28 * 28 * 1280,
+) -> tuple[int, int]:
+    """Choose the size that an image is resized to, by the rule of Qwen2-VL.
+
+    Sides become multiples of `factor` and the aspect ratio changes as little as possible. The area
+    comes to lie between limits that are a factor of four or more apart; only where a side is a
+    single `factor` long it may pass `max_pixels`.
+
+    Args:
+        height: of the image, in pixels.
+        width: of the image, in pixels.
+        factor: pixels along a side of a merge unit.
+        min_pixels: lower limit on the new area.
+        max_pixels: upper limit on the new area.
+
+    Returns:
+        (height, width) in pixels.
+
+    Raises:
+        ImageError: a side below 1 pixel, or sides whose ratio passes 200.
+    """
+    if height < 1 or width < 1:
+        raise ImageError(f"an image must have pixels, got {height} x {width} (height x width)")
+    ratio = max(height, width) / min(height, width)
+    if ratio > _MAX_ASPECT_RATIO:
+        raise ImageError(
+            f"sides of {height} x {width} pixels (height x width) have the ratio {ratio:.0f}; "
+            f"at most {_MAX_ASPECT_RATIO} is supported"
+        )
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def _as_items(images: Any) -> list[Any]:
+    """A list of images and clips, of what may be a single one."""
+    if isinstance(images, Image.Image | str | os.PathLike | np.ndarray):
+        return [images]
+    if isinstance(images, list | tuple):
+        return list(images)
+    raise ImageError(f"expected an image, a clip or a list of them, got {_kind(images)}")
+
+
+def _load_frames(item: Any, name: str) -> list[Image.Image]:
+    """RGB frames of one image or clip, all of one size."""
+    if isinstance(item, np.ndarray) and item.ndim == 4:
+        item = list(item)
+    if not isinstance(item, list | tuple):
+        return [_load_frame(item, name)]
+    frames = [_load_frame(frame, f"frame {i} of {name}") for i, frame in enumerate(item)]
+    if not frames:
+        raise ImageError(f"{name} is a clip without frames")
+    for i, frame in enumerate(frames):
+        if frame.size != frames[0].size:
+            raise ImageError(
+                f"frames of {name} must have one size; (width, height) of frame 0 is "
+                f"{frames[0].size}, of frame {i} {frame.size}"
+            )
+    return frames
+
+
+def _load_frame(frame: Any, name: str) -> Image.Image:
+    if isinstance(frame, np.ndarray):
+        return _from_array(frame, name)
+    if isinstance(frame, str | os.PathLike):
+        name = f"{name} ({os.fspath(frame)})"
+    elif not isinstance(frame, Image.Image):
+        raise ImageError(f"{name} must be a PIL image, a path or an array, got {_kind(frame)}")
+    try:
+        if isinstance(frame, Image.Image):
+            return _to_rgb(frame)
+        with Image.open(frame) as opened:
+            return _to_rgb(opened, upright=True)
+    except Exception as error:  # Pillow's decoders raise almost anything on damaged files
+        raise ImageError(
+            f"cannot read {name}: {getattr(error, 'strerror', None) or error}"
+        ) from None
+
+
+def _from_array(array: np.ndarray, name: str) -> Image.Image:
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or array.size == 0:
+        raise ImageError(
+            f"{name} must be a uint8 array [height, width, 3] (or [frames, height, width, 3]), "
+            f"got {array.dtype} {list(array.shape)}"
+        )
+    return Image.fromarray(array)
+
+
+def _to_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
+    """Decode an image, unless its header already says that it is a decompression bomb."""
+    pixels = image.width * image.height
+    if pixels > _MAX_SOURCE_PIXELS:
+        raise ImageError(f"it has {pixels:,} pixels, more than {_MAX_SOURCE_PIXELS:,}")
+    if upright:
+        image = ImageOps.exif_transpose(image)
+    return image.convert("RGB")
+
+
+def _cut_patches(
+    frames: list[Image.Image], patch: int, temporal_patch: int, merge: int
+) -> np.ndarray:
+    """Cut RGB frames of one size into patches, uint8 [tokens, 3, temporal_patch, patch, patch]."""
+    pixels = np.stack([np.asarray(frame) for frame in frames])
+    height, width = pixels.shape[1] // patch, pixels.shape[2] // patch  # in patches
+    by_axis = pixels.reshape(
+        *(len(frames) // temporal_patch, temporal_patch),
+        *(height // merge, merge, patch),
+        *(width // merge, merge, patch),
+        3,
+    )
+    # To: time, merge unit's row and column, row and column within it; channel, frame, row, column.
+    by_patch = by_axis.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    return by_patch.reshape(-1, 3, temporal_patch, patch, patch)
+
+
+def _normalise(patches: list[np.ndarray]) -> np.ndarray:
+    """Concatenate patches as fp32 [tokens, patch_dim], through a table of the 256 values there are.
+
+    The table takes Hugging Face's own steps: scaled in fp64 and rounded to fp32, then shifted and
+    divided in fp32.
+    """
+    scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
+    table = (scaled - np.float32(_MEAN)[:, None]) / np.float32(_STD)[:, None]  # [3, 256]
+    tokens = sum(map(len, patches))
+    values = np.empty((tokens, *patches[0].shape[1:]), dtype=np.float32)
+    start = 0
+    for part in patches:
+        for channel in range(3):
+            values[start : start + len(part), channel] = table[channel][part[:, channel]]
+        start += len(part)
+    return values.reshape(tokens, -1)
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__

@@ -1,0 +1,275 @@
+"""The Qwen2.5-VL vision tower in Flax NNX: patches in, embeddings for the language model out.
+
+Patches are put in window order once at the entrance, embeddings back in Hugging Face's order once
+at the exit; no block permutes. Shapes are those of a bucket and everything else about the images is
+data, so one compilation serves every mix of images and clips that fits the bucket.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import ArrayLike, DTypeLike
+
+from flax_models.blocks import Block, PatchEmbed, PatchMerger, Segments
+from flax_models.buckets import choose_bucket
+from flax_models.checkpoint import read_checkpoint
+from flax_models.config import VisionConfig
+from flax_models.layout import Layout, inverse_frequencies, plan_layout
+from flax_models.weights import tower_weights
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+# The bounds choose a kernel and so are static; whatever else varies with the images is data.
+jax.tree_util.register_dataclass(
+    Layout,
+    data_fields=(
+        *("window_order", "output_order", "positions", "cu_window_seqlens", "cu_frame_seqlens"),
+        *("num_tokens", "num_merged"),
+    ),
+    meta_fields=("max_window_seqlen", "max_frame_seqlen"),
+)
+
+
+class VisionTower(nnx.Module):
+    """A vision tower; `load_vision_tower` makes one that holds a checkpoint's weights.
+
+    Attributes:
+        config: the tower's configuration.
+        dtype: of parameters, activations and embeddings.
+        implementation: of the attention, as in `pallas_kernels`.
+        token_buckets: padded token counts that calls choose from; None: the ladder of
+            `choose_bucket`.
+    """
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        dtype: DTypeLike = jnp.bfloat16,
+        *,
+        implementation: str = "auto",
+        token_buckets: Sequence[int] | None = None,
+    ) -> None:
+        """Build a tower with placeholder weights, zeros and ones.
+
+        Raises:
+            ValueError: a dtype other than bfloat16, float16 and float32.
+        """
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        if self.dtype.name not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype.name}")
+        self.implementation = implementation
+        self.token_buckets = None if token_buckets is None else tuple(token_buckets)
+        self.patch_embed = PatchEmbed(config, self.dtype)
+        self.blocks = nnx.List([Block(config, self.dtype) for _ in range(config.depth)])
+        self.merger = PatchMerger(config, self.dtype)
+
+    def __call__(self, pixel_values: ArrayLike, grid_thw: ArrayLike) -> jax.Array:
+        """Encode images and clips, all in one call of one compiled function.
+
+        The first call of each bucket compiles; `encode` is the same under a `jax.jit` of your own.
+
+        Args:
+            pixel_values: [tokens, patch_dim] floating, the patches of all images as `preprocess`
+                returns them.
+            grid_thw: [images, 3] integers: frames, rows and columns of each image in patches.
+
+        Returns:
+            Embeddings [tokens / merge_unit, out_hidden_size] in `dtype`, in Hugging Face's order:
+            image after image, in each frame after frame, in each row after row of merge units.
+
+        Raises:
+            ValueError: a bad grid, more tokens than the largest bucket, or `pixel_values` that
+                do not match the grid.
+            TypeError: `pixel_values` are not floating-point.
+        """
+        patches, layout = self.prepare(pixel_values, grid_thw)
+        return _encode(self, patches, _on_device(layout))[: layout.num_merged]
+
+    def prepare(
+        self, pixel_values: ArrayLike, grid_thw: ArrayLike
+    ) -> tuple[np.ndarray | jax.Array, Layout]:
+        """Pad a call's input to its bucket, which makes it the input of `encode`.
+
+        Args and errors are those of a call.
+
+        Returns:
+            The patches padded with zeros, [bucket.tokens, patch_dim], and the layout. The first
+            `layout.num_merged` rows of what `encode` makes of them are the embeddings.
+        """
+        bucket = choose_bucket(self.config, grid_thw, self.token_buckets)
+        layout = plan_layout(self.config, grid_thw, bucket)
+        return _pad_patches(self.config, pixel_values, layout), layout
+
+    def hidden_states(self, pixel_values: ArrayLike, grid_thw: ArrayLike) -> Iterator[jax.Array]:
+        """Run block by block, to compare with another tower after each.
+
+        Args and errors are those of a call.
+
+        Yields:
+            The hidden state after each block, [tokens, hidden_size] in `dtype`, without padding,
+            in window order: the order in which Hugging Face's blocks return theirs too.
+        """
+        patches, layout = self.prepare(pixel_values, grid_thw)
+        for hidden in _block_outputs(self, jnp.asarray(patches), layout):
+            yield hidden[: layout.num_tokens]
+
+
+def load_vision_tower(
+    directory: str | os.PathLike[str],
+    dtype: DTypeLike = jnp.bfloat16,
+    *,
+    device: jax.Device | str | None = None,
+    implementation: str = "auto",
+    token_buckets: Sequence[int] | None = None,
+    progress: bool | None = None,
+) -> VisionTower:
+    """Load a tower from a checkpoint in Hugging Face's format.
+
+    Args:
+        directory: of a vision tower, or of a whole vision-language model, of which only the tower
+            is read.
+        dtype: bfloat16, float16 or float32; the checkpoint's own dtype does not matter.
+        device: where the tower lives: a JAX device, or a platform's name such as "cuda" for its
+            first device. None: JAX's default device.
+        implementation: of the attention, as in `pallas_kernels`.
+        token_buckets: padded token counts that calls choose from. None: a ladder that pads little
+            and compiles seldom, see `choose_bucket`.
+        progress: show progress on standard error. None: only where that is a terminal.
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be used, see `read_checkpoint`.
+        ValueError: an unknown model type or dtype, or no such device.
+    """
+    target = _find_device(device)
+    config = VisionConfig.from_pretrained(directory)
+    # Only the shapes: no parameter is allocated before its values are there.
+    tower = nnx.eval_shape(
+        lambda: VisionTower(
+            config, dtype, implementation=implementation, token_buckets=token_buckets
+        )
+    )
+    show = sys.stderr.isatty() if progress is None else progress
+    weights = tower_weights(config, read_checkpoint(config, directory, progress=show))
+
+    def placed(name: str) -> jax.Array:
+        return jax.device_put(weights[name].astype(tower.dtype, copy=False), target)
+
+    paths = [path for path, _ in nnx.to_flat_state(nnx.state(tower))]
+    parameters = {path: placed(".".join(map(str, path))) for path in paths}
+    nnx.update(tower, nnx.from_flat_state(parameters))
+    return tower
+
+
+def encode(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> jax.Array:
+    """Encode padded patches: a pure function, for a `jax.jit` of your own.
+
+    All three arguments are pytrees. The tower's leaves are its parameters; a function of those
+    alone is `lambda params, ...: encode(nnx.merge(graphdef, params), ...)`. The layout's arrays are
+    data and its two bounds are static, so one compilation serves all layouts of one bucket.
+
+    Args:
+        tower: the tower.
+        pixel_values: [bucket.tokens, patch_dim] floating; rows of padding may hold any finite
+            values.
+        layout: as `plan_layout` returns it, padded to the same bucket. (`VisionTower.prepare`
+            returns both.)
+
+    Returns:
+        Embeddings [bucket.tokens / merge_unit, out_hidden_size] in the tower's dtype, in Hugging
+        Face's order. The first `layout.num_merged` rows are the images', the others mean nothing.
+
+    Raises:
+        ValueError: `pixel_values` have another shape than the layout asks for.
+    """
+    for hidden in _block_outputs(tower, pixel_values, layout):  # noqa: B007
+        pass
+    return tower.merger(hidden)[layout.output_order]
+
+
+_encode = jax.jit(encode)
+
+# Traced for windows and for frames instead of once for each layer.
+_run_block = jax.jit(Block.__call__)
+
+
+def _block_outputs(
+    tower: VisionTower, pixel_values: jax.Array, layout: Layout
+) -> Iterator[jax.Array]:
+    """Yield the hidden state after each block, [bucket.tokens, hidden_size] in window order."""
+    config = tower.config
+    expected = (len(layout.window_order), config.patch_dim)
+    if pixel_values.shape != expected:
+        raise ValueError(
+            f"pixel_values must have the layout's padded shape {list(expected)}, "
+            f"got {list(pixel_values.shape)}"
+        )
+    cos, sin = _rotary_angles(config, layout.positions)
+    of_implementation = functools.partial(
+        Segments, cos=cos, sin=sin, implementation=tower.implementation
+    )
+    windows = of_implementation(
+        cu_seqlens=layout.cu_window_seqlens, max_seqlen=layout.max_window_seqlen
+    )
+    frames = of_implementation(
+        cu_seqlens=layout.cu_frame_seqlens, max_seqlen=layout.max_frame_seqlen
+    )
+    hidden = tower.patch_embed(pixel_values[layout.window_order])
+    for index, block in enumerate(tower.blocks):
+        segments = frames if index in config.fullatt_block_indexes else windows
+        hidden = _run_block(block, hidden, segments)
+        yield hidden
+
+
+def _rotary_angles(config: VisionConfig, positions: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """`layout.rotary_angles` on the device: cos and sin, fp32 [tokens, head_dim / 2]."""
+    positions = jnp.asarray(positions).astype(jnp.float32)
+    angles = positions[:, :, None] * inverse_frequencies(config)  # [tokens, 2, head_dim / 4]
+    angles = angles.reshape(len(positions), -1)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _pad_patches(
+    config: VisionConfig, pixel_values: ArrayLike, layout: Layout
+) -> np.ndarray | jax.Array:
+    """Check patches against their layout and pad them, on the host if that is where they are."""
+    if not isinstance(pixel_values, jax.Array):
+        pixel_values = np.asarray(pixel_values)
+    expected = (layout.num_tokens, config.patch_dim)
+    if pixel_values.shape != expected:
+        raise ValueError(
+            f"pixel_values must be {list(expected)}, a row for each patch of grid_thw, "
+            f"got {list(pixel_values.shape)}"
+        )
+    if not jnp.issubdtype(pixel_values.dtype, jnp.floating):
+        raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
+    padding = len(layout.window_order) - layout.num_tokens
+    if padding == 0:
+        return pixel_values
+    pad = jnp.pad if isinstance(pixel_values, jax.Array) else np.pad
+    return pad(pixel_values, ((0, padding), (0, 0)))
+
+
+@functools.lru_cache(maxsize=32)
+def _on_device(layout: Layout) -> Layout:
+    """A layout with its arrays on the default device; `plan_layout` returns one object per grid."""
+    with jax.ensure_compile_time_eval():  # under a caller's trace too: a tracer must not stay here
+        return jax.device_put(layout)
+
+
+def _find_device(device: jax.Device | str | None) -> jax.Device | None:
+    if not isinstance(device, str):
+        return device
+    try:
+        return jax.devices(device)[0]
+    except RuntimeError:
+        present = sorted({found.platform for found in jax.devices()})
+        raise ValueError(
+            f"device {device!r} was asked for, but JAX finds only {', '.join(present)}"
+        ) from None

@@ -1,0 +1,94 @@
+"""Result files with made-up numbers, for tests of the report. They are written to tmp_path only."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from compare import results
+from compare.results import Record, Results
+
+DEVICE = "Imaginary GPU"
+SIDES = (448, 672, 896, 1344)
+CEILINGS = {
+    "copy_bytes_per_s": 4e12,
+    "large_copy_bytes_per_s": 4.2e12,
+    "matrix_flops_per_s": 8e14,
+}
+# Microseconds at 448 px, which grow with the pixels.
+KERNELS = {
+    "triton": ("torch", 5.0),
+    "pallas": ("jax", 5.5),
+    "torch.compile rope + FA2 varlen": ("torch", 14.0),
+    "in-place rope + FA2 varlen": ("torch", 13.0),
+    "XLA rope + cuDNN (jax.nn)": ("jax", 17.0),
+}
+TOWERS = {
+    "Hugging Face SDPA": ("torch", 31e3),
+    "torch": ("torch", 3.1e3),
+    "flax": ("jax", 3.3e3),
+    "Hugging Face FA2 varlen": ("torch", 17e3),
+}
+MISSING = "in-place rope + FA3 varlen"
+
+
+def write_all(directory: Path) -> None:
+    """agreement.json, kernels.json and towers.json of one device."""
+    for part, records in {
+        "agreement": agreement_records(),
+        "kernels": timing_records(("windows", "frames"), KERNELS),
+        "towers": timing_records(("tower",), TOWERS),
+    }.items():
+        made_up = as_results(part, records)
+        results.write(made_up, results.default_path(part, DEVICE, directory))
+
+
+def as_results(part: str, records: list[Record]) -> Results:
+    return replace(
+        results.collect(part, records, CEILINGS if part != "agreement" else None), device=DEVICE
+    )
+
+
+def timing_records(families, implementations) -> list[Record]:
+    records = []
+    for family in families:
+        for side in SIDES:
+            growth = (side / 448) ** 2
+            blank = Record(f"{family}-{side}", "", floor_us=2.5 * growth, dtype="bfloat16")
+            for name, (framework, median_us) in implementations.items():
+                time = median_us * growth
+                records.append(
+                    replace(
+                        blank,
+                        implementation=name,
+                        framework=framework,
+                        median_us=time,
+                        spread_us=0.02 * time,
+                        profiler_us=0.9 * time,
+                        share_of_floor=blank.floor_us / time,
+                        compile_s=1.0 if family == "tower" else None,
+                        peak_memory_mib=2000.0 if family == "tower" else None,
+                        relative_rms_error=2.7e-3,
+                        passed=True,
+                    )
+                )
+            records.append(replace(blank, implementation=MISSING, note="not installed"))
+    return records
+
+
+def agreement_records() -> list[Record]:
+    def kernel(name):
+        return Record("windows-448", name, relative_rms_error=2.7e-3, dtype="bfloat16", passed=True)
+
+    records = [kernel("triton"), kernel("pallas"), kernel("pallas against triton")]
+    for name, error in {"Hugging Face SDPA": 4e-3, "torch": 3.9e-3, "flax": 3.8e-3}.items():
+        for layer in [*range(32), None]:
+            depth = 32 if layer is None else layer
+            records.append(
+                Record(
+                    "tower-photographs",
+                    name,
+                    relative_rms_error=error * (1 + depth) ** 0.3,
+                    layer=layer,
+                    passed=None if name.startswith("Hugging") else True,
+                )
+            )
+    return records

@@ -1,0 +1,99 @@
+"""Agreement holds for the kernels, and does not for wrong ones."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from compare import agreement
+from compare.agreement import check_kernels
+from compare.arrays import to_torch
+from compare.implementations import KernelImplementation
+from compare.oracle import oracle, unfused
+from compare.workloads import KernelInputs, KernelWorkload
+
+TINY = KernelWorkload("tiny", "windows", ((1, 8, 10),), heads=1)
+
+
+def stand_in(name, compute):
+    """An implementation that computes from the workload's inputs, whatever it is called with."""
+    return KernelImplementation(
+        name, "torch", lambda workload: lambda *_: compute(workload.inputs()), ours=True
+    )
+
+
+def check(triton, pallas):
+    twins = [stand_in("triton", triton), stand_in("pallas", pallas)]
+    records = check_kernels([(TINY, ("qk",))], lambda fuse: twins)
+    return {record.implementation: record for record in records}
+
+
+def turned_backwards(inputs):
+    return unfused(KernelInputs(inputs.qkv, inputs.cos, -inputs.sin, inputs.cu_seqlens, 64))
+
+
+def leaking(inputs):
+    whole = to_torch(inputs.cu_seqlens[[0, -1]]).cpu().numpy()
+    return unfused(KernelInputs(inputs.qkv, inputs.cos, inputs.sin, whole, len(inputs.qkv)))
+
+
+def with_nan(inputs):
+    out = unfused(inputs)
+    out[-1, -1, -1] = float("nan")
+    return out
+
+
+def failing(inputs):
+    raise RuntimeError("no such kernel\nand a long explanation")
+
+
+def test_our_kernels_agree(capsys):
+    records = check_kernels([(TINY, ("qk", "none"))])
+    assert [record.passed for record in records] == [True] * 6
+    assert {record.implementation for record in records} == {
+        "triton",
+        "pallas",
+        "pallas against triton",
+    }
+    assert records[2].details["bit_equal_share"] > 0.9
+    assert "Kernel agreement" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [turned_backwards, leaking, with_nan])
+@pytest.mark.parametrize("side", ["triton", "pallas"])
+def test_a_wrong_kernel_fails(wrong, side, capsys):
+    records = check(**({"triton": unfused, "pallas": unfused} | {side: wrong}))
+    assert {name for name, record in records.items() if not record.passed} == {
+        side,
+        "pallas against triton",
+    }
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_a_kernel_that_raises_fails_with_its_first_line():
+    records = check(failing, unfused)
+    assert records["triton"].passed is False
+    assert records["triton"].note == "RuntimeError: no such kernel"
+    assert records["pallas"].passed is True
+    assert "pallas against triton" not in records
+
+
+def test_twins_may_each_pass_and_still_differ_too_much():
+    def pushed(inputs, sign):
+        exact = oracle(inputs)
+        noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(0))
+        scale = 2.4e-3 * exact.norm().cpu() / noise.norm()
+        return exact + sign * (scale * noise).to(exact)
+
+    records = check(partial(pushed, sign=1), partial(pushed, sign=-1))
+    assert records["triton"].passed
+    assert records["pallas"].passed
+    assert not records["pallas against triton"].passed
+
+
+def test_every_way_of_fusing_and_every_dtype_is_checked():
+    checked = agreement.cases()
+    assert {fuse for _, fuses in checked for fuse in fuses} >= {"qk", "q", "none"}
+    assert {workload.dtype for workload, _ in checked} == {"bfloat16", "float16", "float32"}
+    assert {workload.kind for workload, _ in checked} == {"windows", "frames"}
+    assert any(workload.rotary_dim for workload, _ in checked)

@@ -1,0 +1,141 @@
+"""Exit statuses and sentences of `python -m compare`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compare import cli, environment, results
+from compare.results import Record
+from tests.compare import synthetic
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+
+
+@pytest.fixture
+def agreement(monkeypatch):
+    """Stand-ins for the checks; the test says what they find."""
+    from compare import agreement as kernels
+    from compare import tower_agreement
+
+    found = {"kernels": [], "towers": []}
+    monkeypatch.setattr(kernels, "check_kernels", lambda: found["kernels"])
+    monkeypatch.setattr(tower_agreement, "check_towers", lambda: found["towers"])
+    return found
+
+
+def passing(name="triton"):
+    return Record("windows-448", name, relative_rms_error=1e-3, passed=True)
+
+
+def failing(name="pallas"):
+    return Record("windows-448", name, relative_rms_error=1.0, passed=False)
+
+
+def sentence(capsys):
+    """What a person reads on stderr: one line, no traceback."""
+    text = capsys.readouterr().err
+    assert text.startswith("compare: ")
+    assert text.count("\n") == 1
+    return text
+
+
+def test_agreement_writes_its_file_and_succeeds(agreement, tmp_path, capsys):
+    agreement["kernels"] = [passing()]
+    path = tmp_path / "a" / "agreement.json"
+    assert cli.main(["agreement", "--json", str(path)]) == cli.AGREES
+    assert results.read(path).part == "agreement"
+    assert "Agreement holds: 1 checks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["kernels", "towers"])
+def test_disagreement_is_status_1_and_still_written(agreement, part, tmp_path, capsys):
+    agreement["kernels"] = [passing()]
+    agreement[part] = [passing(), failing()]
+    path = tmp_path / "agreement.json"
+    assert cli.main(["agreement", "--json", str(path)]) == cli.DISAGREES
+    assert "Agreement FAILED: 1 of" in capsys.readouterr().out
+    assert path.is_file()
+
+
+def test_without_a_gpu_the_main_job_is_agreement(without_gpu, agreement, tmp_path, capsys):
+    agreement["towers"] = [passing("flax")]
+    assert cli.main(["--results", str(tmp_path)]) == cli.AGREES
+    assert "A GPU would add" in capsys.readouterr().out
+    assert results.read(tmp_path / "cpu" / "agreement.json").records[0]["implementation"] == "flax"
+    agreement["towers"] = [failing("flax")]
+    assert cli.main([]) == cli.DISAGREES
+
+
+@pytest.mark.parametrize("part", ["kernels", "towers"])
+def test_benchmarks_need_a_gpu(without_gpu, part, capsys):
+    assert cli.main([part]) == cli.BAD_INPUT
+    assert f"{part} measures on a CUDA GPU, and this machine has none" in sentence(capsys)
+
+
+@pytest.mark.parametrize("part", ["kernels", "towers"])
+def test_an_unknown_workload_is_named(part, capsys):
+    assert cli.main([part, "--workload", "windows-7"]) == cli.BAD_INPUT
+    assert "unknown workload 'windows-7'; known: " in sentence(capsys)
+
+
+@pytest.mark.parametrize("arguments", [["dance"], ["--fast"], ["kernels", "--json"]])
+def test_arguments_that_do_not_exist(arguments, capsys):
+    assert cli.main(arguments) == cli.BAD_INPUT
+    assert "--help lists what there is" in sentence(capsys)
+
+
+def test_a_place_that_cannot_be_written_is_refused_first(agreement, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["agreement", "--json", str(tmp_path / "file" / "a.json")]) == cli.BAD_INPUT
+    assert "cannot make the directory" in sentence(capsys)
+
+
+def test_report_from_unreadable_results(tmp_path, capsys):
+    assert cli.main(["report", "--results", str(tmp_path)]) == cli.BAD_INPUT
+    assert "no results in" in sentence(capsys)
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "kernels.json").write_text("{")
+    assert cli.main(["report", "--results", str(tmp_path)]) == cli.BAD_INPUT
+    assert "cannot read results from" in sentence(capsys)
+
+
+def test_report_and_readme(tmp_path):
+    pytest.importorskip("matplotlib")
+    synthetic.write_all(tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- results:begin --><!-- results:end -->")
+    arguments = ["report", "--results", str(tmp_path), "--readme", str(readme)]
+    assert cli.main(arguments) == cli.AGREES
+    assert (tmp_path / "report.md").is_file()
+    assert "![" in readme.read_text()
+
+
+def test_configure_keeps_what_the_user_set(monkeypatch):
+    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    environment.configure()
+    assert os.environ["TRITON_INTERPRET"] == "0"
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+
+
+def test_the_module_runs_and_imports_no_framework_for_help():
+    code = (
+        "import sys; from compare.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as done: assert done.code == 0\n"
+        "assert not {'torch', 'jax', 'triton', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "compare", "dance"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == cli.BAD_INPUT
+    assert done.stderr.startswith("compare: ")

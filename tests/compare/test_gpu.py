@@ -1,0 +1,62 @@
+"""The clocks on a real GPU."""
+
+import pytest
+import torch
+
+from compare import ceilings, implementations
+from compare.arrays import torch_arguments
+from compare.environment import has_gpu
+from compare.implementations import KernelImplementation
+from compare.kernel_bench import all_implementations, bench_kernels
+from compare.metrics import relative_rms_error
+from compare.oracle import oracle
+from compare.timing import GraphTimer, input_sets
+from compare.workloads import KERNEL_WORKLOADS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")]
+
+WORKLOAD = KERNEL_WORKLOADS["windows-448"]
+
+
+def test_input_sets_pass_the_cache():
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    assert input_sets(1 << 20) * (1 << 20) >= 4 * cache
+    assert input_sets(1 << 40) >= 3
+
+
+def test_ceilings_are_plausible():
+    measured = ceilings.measure()
+    assert 1e11 < measured.copy_bytes_per_s < 2e13
+    assert 1e13 < measured.matrix_flops_per_s < 5e15
+
+
+def test_inputs_rotated_in_place_are_put_back_before_outputs_are_judged():
+    (rotating,) = [i for i in all_implementations() if i.name == "in-place rope + FA2 varlen"]
+    inputs = WORKLOAD.inputs()
+    with torch.inference_mode():
+        timer = GraphTimer(rotating.prepare(WORKLOAD), torch_arguments(inputs), 3)
+        timer.time()
+        exact = oracle(inputs)
+        assert all(relative_rms_error(output, exact) < 4e-3 for output in timer.outputs())
+
+
+def test_an_output_that_is_not_written_is_found():
+    def forgetful(qkv, cos, sin, cu_seqlens):
+        out = torch.empty_like(qkv[:, 0])
+        out[1:] = 0
+        return out
+
+    records, _ = bench_kernels(
+        [WORKLOAD], [KernelImplementation("forgetful", "torch", lambda _: forgetful)]
+    )
+    assert records[0].median_us is None
+    assert records[0].relative_rms_error != records[0].relative_rms_error
+
+
+def test_both_kernels_are_timed_and_no_faster_than_the_floor():
+    ours = [implementations.triton(), implementations.pallas()]
+    records, _ = bench_kernels([WORKLOAD], ours)
+    for record in records:
+        assert record.passed, record
+        assert record.median_us > 0.9 * record.floor_us
+        assert record.kernels_per_call == 1

@@ -1,0 +1,121 @@
+"""What the benchmark does with times and errors, on stand-ins for the GPU's clocks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from compare import kernel_bench
+from compare.ceilings import Ceilings
+from compare.errors import UnavailableError
+from compare.implementations import KernelImplementation
+from compare.kernel_bench import bench_kernels
+from compare.oracle import oracle, unfused
+from compare.profiling import DeviceEvent, Profile
+from compare.timing import Timing
+from compare.workloads import KernelWorkload
+
+TINY = KernelWorkload("windows-tiny", "windows", ((1, 8, 10),), heads=1)
+INPUTS = TINY.inputs()
+
+
+class StandInTimer:
+    def __init__(self, call, arguments, sets):
+        self.call, self.arguments, self.sets = call, arguments, sets
+
+    def time(self):
+        return Timing(10.0, 0.5, 30)
+
+    def outputs(self):
+        return [self.call(*self.arguments) for _ in range(self.sets)]
+
+    def run_eagerly(self, rounds):
+        self.outputs()
+
+
+@pytest.fixture(autouse=True)
+def clocks(monkeypatch):
+    ceilings = SimpleNamespace(measure=lambda: Ceilings(4e9, 4e9, 8e14))
+    monkeypatch.setattr(kernel_bench, "ceilings_module", ceilings)
+    monkeypatch.setattr(kernel_bench, "GraphTimer", StandInTimer)
+    monkeypatch.setattr(kernel_bench, "input_sets", lambda size: 2)
+
+    def profile(run, calls):
+        run()
+        return Profile([DeviceEvent("kernel", i, 9000) for i in range(calls)], calls)
+
+    monkeypatch.setattr(kernel_bench, "profile", profile)
+
+
+def bench(*implementations):
+    records, _ = bench_kernels([TINY], implementations)
+    return records
+
+
+def right(name="triton"):
+    return KernelImplementation(name, "torch", lambda _: lambda *_: unfused(INPUTS), ours=True)
+
+
+def test_a_right_kernel_gets_its_time_beside_its_error():
+    (record,) = bench(right())
+    assert record.passed
+    assert record.median_us == 10
+    assert record.spread_us == 0.5
+    assert record.profiler_us == 9
+    assert record.kernels_per_call == 1
+    assert record.floor_us == pytest.approx(1e6 * TINY.bytes_moved / 4e9)
+    assert record.share_of_floor == pytest.approx(record.floor_us / 10)
+    assert 1e-3 < record.relative_rms_error < 4e-3
+
+
+def test_jax_is_timed_by_the_profiler():
+    import jax.numpy as jnp
+
+    out = jnp.asarray(oracle(INPUTS).float().cpu().numpy())
+    (record,) = bench(KernelImplementation("pallas", "jax", lambda _: lambda *_: out))
+    assert record.median_us == record.profiler_us == 9
+
+
+def test_one_wrong_output_of_many_costs_the_time(capsys):
+    calls = []
+
+    def sometimes_wrong(*_):
+        calls.append(None)
+        out = unfused(INPUTS)
+        if len(calls) == 1:
+            out[0, 0, 0] = float("nan")
+        return out
+
+    (record,) = bench(KernelImplementation("triton", "torch", lambda _: sometimes_wrong))
+    assert record.median_us is None
+    assert record.share_of_floor is None
+    assert record.passed is False
+    assert "not timed: the error breaks its rule" in capsys.readouterr().out
+
+
+def test_what_fails_is_reported_and_the_run_goes_on():
+    def unavailable(_):
+        raise UnavailableError("needs another library")
+
+    def missing(_):
+        raise ImportError("no module named x")
+
+    def fails(_):
+        return lambda *_: torch.ones(2) @ torch.ones(3)
+
+    records = bench(
+        *(KernelImplementation(f.__name__, "torch", f) for f in (unavailable, missing, fails)),
+        right(),
+    )
+    assert [record.median_us for record in records] == [None, None, None, 10]
+    assert records[0].note == "needs another library"
+    assert "no module named x" in records[1].note
+    assert records[2].note.startswith("RuntimeError")
+
+
+def test_ours_and_every_peer_are_measured():
+    names = [implementation.name for implementation in kernel_bench.all_implementations()]
+    assert names[:2] == ["triton", "pallas"]
+    assert "torch.compile rope + FA2 varlen" in names
+    assert "in-place rope + FA3 varlen" in names
+    assert "XLA rope + cuDNN (jax.nn)" in names

@@ -1,0 +1,119 @@
+"""Tables and charts, from made-up results; and that the README shows the committed ones."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from compare import markdown, report, results
+from compare.errors import InputError
+from compare.results import Record
+from tests.compare import synthetic
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    synthetic.write_all(tmp_path / "results")
+    return tmp_path / "results"
+
+
+def test_report_links_charts_that_are_there(directory):
+    out = report.write_report(directory, directory / "report.md")
+    text = out.read_text()
+    folder = directory / "imaginary-gpu"
+    for chart in ("windows.svg", "frames.svg", "tower.svg", "layers.svg"):
+        assert f"(imaginary-gpu/{chart})" in text
+        assert ElementTree.parse(folder / chart).getroot().tag.endswith("svg")
+    assert synthetic.DEVICE in text
+    assert f"{synthetic.MISSING}: not installed" in text
+    assert not list(directory.rglob("*.part"))
+
+
+def test_the_same_results_give_the_same_files(directory):
+    def files():
+        report.write_report(directory, directory / "report.md")
+        return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+    assert files() == files()
+
+
+def test_timing_table():
+    records = synthetic.timing_records(("windows",), synthetic.KERNELS)
+    measured = synthetic.as_results("kernels", records)
+    rows = markdown.timing_table(measured, [f"windows-{side}" for side in synthetic.SIDES])
+    lines = rows.splitlines()
+    assert lines[0].startswith("| windows | 448, µs |")
+    assert lines[2].startswith("| floor | 2.5 |")
+    assert lines[3].startswith("| **triton** | **5** (50% of floor) |")
+    assert lines[4].startswith("| **pallas** | **5.5** (45% of floor) |")
+    # Peers by speed, each set against ours of its framework.
+    assert lines[5].startswith("| in-place rope + FA2 varlen | 13 (2.6 x) |")
+    assert lines[7].startswith("| XLA rope + cuDNN (jax.nn) | 17 (3.1 x) |")
+    assert synthetic.MISSING not in rows
+
+
+def test_twins_are_compared_by_one_clock():
+    records = synthetic.timing_records(("windows",), synthetic.KERNELS)
+    measured = synthetic.as_results("kernels", records)
+    assert "| Pallas / Triton | 1.10 |" in markdown.twin_table(measured, ["windows-448"])
+    blind = [r for r in records if r.implementation != "pallas"]
+    assert markdown.twin_table(synthetic.as_results("kernels", blind), ["windows-448"]) == ""
+
+
+def test_failures_show():
+    records = [*synthetic.agreement_records(), Record("w", "triton", passed=False)]
+    line = markdown.agreement_line(synthetic.as_results("agreement", records))
+    assert "**1 fail**" in line
+
+
+def test_readme_block_is_renewed_and_the_rest_kept(directory, tmp_path):
+    report.write_report(directory, directory / "report.md")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"above\n{report.BEGIN}\noutdated\n{report.END}\nbelow\n")
+    report.update_readme(readme, directory)
+    once = readme.read_text()
+    assert once.startswith(f"above\n{report.BEGIN}\n### {synthetic.DEVICE}")
+    assert once.endswith(f"{report.END}\nbelow\n")
+    assert "outdated" not in once
+    assert "(results/imaginary-gpu/windows.svg)" in once
+    report.update_readme(readme, directory)
+    assert readme.read_text() == once
+
+
+@pytest.mark.parametrize("text", ["", report.BEGIN, f"{report.END} {report.BEGIN}"])
+def test_a_readme_without_markers_is_left_alone(directory, tmp_path, text):
+    readme = tmp_path / "README.md"
+    readme.write_text(text)
+    with pytest.raises(InputError, match="followed by"):
+        report.update_readme(readme, directory)
+    assert readme.read_text() == text
+
+
+def test_no_results(tmp_path):
+    with pytest.raises(InputError, match=r"no results in .*kernels\.json"):
+        report.read_devices(tmp_path)
+
+
+def test_a_part_without_any_timing_still_makes_a_report(tmp_path):
+    missing = Record("windows-448", "triton", floor_us=1.0, note="no such GPU")
+    path = results.default_path("kernels", "x", tmp_path)
+    results.write(synthetic.as_results("kernels", [missing]), path)
+    text = report.write_report(tmp_path, tmp_path / "report.md").read_text()
+    assert "triton: no such GPU" in text
+    assert "![" not in text
+
+
+def test_the_readme_shows_the_committed_results():
+    readme = ROOT / "README.md"
+    committed = ROOT / "compare" / "results"
+    if not readme.is_file() or not list(committed.glob("*/*.json")):
+        pytest.skip("no results are committed yet")
+    text = readme.read_text(encoding="utf-8")
+    shown = text.partition(report.BEGIN)[2].partition(report.END)[0]
+    assert shown.strip() == report.readme_block(readme, committed).strip(), (
+        "renew it: python -m compare report --readme README.md"
+    )

@@ -1,0 +1,86 @@
+import json
+import math
+import os
+
+import pytest
+
+from compare import environment, results
+from compare.errors import InputError
+from compare.results import Record
+
+
+def measured():
+    record = Record("windows-448", "triton", median_us=7.0, relative_rms_error=2e-3)
+    return results.collect("kernels", [record], {"copy_bytes_per_s": 4e12})
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "new" / "kernels.json"
+    written = measured()
+    results.write(written, path)
+    assert results.read(path) == written
+    content = json.loads(path.read_text())
+    assert content.keys() >= {"device", "driver", "versions", "date", "records", "part"}
+    assert content["versions"]["python"]
+    assert content["ceilings"] == {"copy_bytes_per_s": 4e12}
+
+
+def test_required_fields_are_always_written_and_others_where_they_speak():
+    record = Record("w", "pallas", note="not installed", details={"bit_equal_share": 1.0})
+    assert record.to_json() == {
+        "workload": "w",
+        "implementation": "pallas",
+        "median_us": None,
+        "floor_us": None,
+        "relative_rms_error": None,
+        "note": "not installed",
+        "bit_equal_share": 1.0,
+    }
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf])
+def test_what_json_cannot_hold_is_missing(tmp_path, error):
+    record = Record("w", "triton", relative_rms_error=error, passed=False)
+    results.write(results.collect("agreement", [record]), tmp_path / "a.json")
+    assert results.read(tmp_path / "a.json").records[0]["relative_rms_error"] is None
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "kernels.json"
+    results.write(measured(), path)
+    before = path.read_text()
+    broken = results.collect("kernels", [Record("w", "x", details={"bad": object()})])
+    with pytest.raises(TypeError):
+        results.write(broken, path)
+    assert path.read_text() == before
+    assert os.listdir(tmp_path) == ["kernels.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read results from"),
+        ("{", "cannot read results from"),
+        ("[]", "is no result file: it lacks a JSON object"),
+        ('{"device": "x", "records": []}', "is no result file: it lacks date, driver, versions"),
+    ],
+)
+def test_unreadable_files(tmp_path, content, message):
+    path = tmp_path / "kernels.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=message):
+        results.read(path)
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "kernels.json"):
+        with pytest.raises(InputError):
+            results.check_writable(path)
+
+
+def test_default_path_names_the_device(tmp_path):
+    assert environment.slug("NVIDIA H200") == "nvidia-h200"
+    path = results.default_path("kernels", "NVIDIA H200", tmp_path)
+    assert path == tmp_path / "nvidia-h200" / "kernels.json"

@@ -1,0 +1,169 @@
+"""Tower agreement and the tower benchmark, on a small tower without a GPU."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("sklearn")
+
+from compare import huggingface, peers_torch, timing, tower_agreement, tower_bench
+from compare.ceilings import Ceilings
+from compare.errors import UnavailableError
+from compare.metrics import relative_rms_error
+from compare.tower_agreement import check_towers
+from compare.towers import HuggingFaceTower, TowerImplementation
+from compare.workloads import TowerWorkload
+from flax_models import VisionConfig, preprocess
+from tests.compare.test_peers import naive_varlen
+
+CONFIG = VisionConfig(
+    depth=2,
+    hidden_size=32,
+    num_heads=2,
+    intermediate_size=36,
+    out_hidden_size=24,
+    fullatt_block_indexes=(1,),
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("checkpoint")
+    huggingface.random_checkpoint(directory, CONFIG)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    pixels = np.random.default_rng(0).integers(0, 256, (140, 196, 3), dtype=np.uint8)
+    return preprocess([pixels])
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(tower_agreement, "SMALL_CONFIG", CONFIG)
+
+
+class Disturbed(HuggingFaceTower):
+    """Right up to the last block, whose output is off by far more than rounding."""
+
+    def hidden_states(self, pixel_values, grid_thw):
+        *states, last = super().hidden_states(pixel_values, grid_thw)
+        return iter([*states, last * 1.05])
+
+
+class Shortened(HuggingFaceTower):
+    """Forgets the last block."""
+
+    def hidden_states(self, pixel_values, grid_thw):
+        return iter(list(super().hidden_states(pixel_values, grid_thw))[:-1])
+
+
+def implementation(tower):
+    return TowerImplementation(
+        "torch", lambda d: tower(huggingface.load(d, torch.bfloat16)), ours=True
+    )
+
+
+def unavailable(directory):
+    raise UnavailableError("no such tower")
+
+
+def test_our_towers_agree_after_every_layer(small):
+    records = check_towers(small=True)
+    judged = [record for record in records if record.passed is not None]
+    assert all(record.passed for record in judged)
+    for name in ("torch", "flax"):
+        layers = [record.layer for record in judged if record.implementation == name]
+        assert layers == [0, 1, None]
+
+
+def test_a_wrong_layer_fails(small, capsys):
+    records = check_towers([implementation(Disturbed)], small=True)
+    failed = [record.layer for record in records if record.passed is False]
+    assert failed == [1]
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tower", "reason"),
+    [
+        (implementation(Shortened), "differ in shape"),
+        (TowerImplementation("torch", unavailable, ours=True), "no such tower"),
+    ],
+)
+def test_a_tower_that_cannot_be_compared_fails(small, tower, reason):
+    (failed,) = [r for r in check_towers([tower], small=True) if r.passed is False]
+    assert re.search(reason, failed.note)
+
+
+def test_checkpoint_tells_mistakes_apart(checkpoint):
+    model = huggingface.load(checkpoint, torch.float32)
+    for name, parameter in model.named_parameters():
+        assert parameter.std() > 1e-3, name
+
+
+def test_varlen_attention_reaches_hugging_faces_tower(monkeypatch, checkpoint, inputs):
+    calls = []
+
+    def varlen(q, k, v, cu_seqlens, max_seqlen):
+        calls.append(max_seqlen)
+        return naive_varlen(q, k, v, cu_seqlens, max_seqlen)
+
+    monkeypatch.setattr(peers_torch, "_torch_fa2", lambda: varlen)
+    results = []
+    for attention in ("SDPA", "FA2"):
+        tower = HuggingFaceTower(huggingface.load(checkpoint, torch.float32, attention))
+        results.append(tower.encode(*tower.put(*inputs)))
+    assert relative_rms_error(*results) < 1e-5
+    assert calls == [64, 140]
+
+
+def test_true_fp32_puts_settings_back():
+    settings = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [setting.fp32_precision for setting in settings]
+    with huggingface.true_fp32():
+        assert [setting.fp32_precision for setting in settings] == ["ieee", "ieee"]
+    assert [setting.fp32_precision for setting in settings] == before
+
+
+@pytest.fixture
+def benchmark_on_cpu(monkeypatch):
+    monkeypatch.setattr(VisionConfig, "qwen2_5_vl_7b", classmethod(lambda cls: CONFIG))
+    ceilings = SimpleNamespace(measure=lambda: Ceilings(4e12, 4e12, 8e14))
+    monkeypatch.setattr(tower_bench, "ceilings_module", ceilings)
+    monkeypatch.setattr(timing, "WALL_SECONDS", 0.01)
+
+
+def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
+    workloads = [TowerWorkload("tower-112", 112), TowerWorkload("tower-56", 56)]
+    records, _ = tower_bench.bench_towers(workloads)
+    by_name = {(r.workload, r.implementation): r for r in records}
+    for workload in workloads:
+        for name in ("torch", "flax", "Hugging Face SDPA"):
+            record = by_name[workload.name, name]
+            assert record.median_us > 0
+            assert record.relative_rms_error < 0.05
+            assert record.compile_s > 0
+            assert record.share_of_floor == pytest.approx(record.floor_us / record.median_us)
+        for name in ("Hugging Face FA2 varlen", "Hugging Face FA3 varlen"):
+            record = by_name[workload.name, name]
+            assert (record.median_us is None) == bool(record.note)
+
+
+def test_a_wrong_tower_gets_no_time(benchmark_on_cpu, monkeypatch):
+    class Wrong(HuggingFaceTower):
+        def encode(self, pixel_values, grid_thw):
+            return super().encode(pixel_values, grid_thw) + 1
+
+    monkeypatch.setattr(tower_bench, "our_towers", lambda: [implementation(Wrong)])
+    records, _ = tower_bench.bench_towers([TowerWorkload("tower-56", 56)])
+    record = next(r for r in records if r.implementation == "torch")
+    assert record.median_us is None
+    assert record.passed is False
+    assert record.relative_rms_error > 0.1
+    assert record.note == "not timed: the error breaks its rule"

@@ -1,0 +1,201 @@
+"""`python -m flax_models`: what it writes, and what it says to bad input."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors import safe_open
+
+pytest.importorskip("jax")
+pytest.importorskip("flax")
+
+from flax_models import load_vision_tower, preprocess
+from flax_models.__main__ import main
+from tests.tower_checkpoints import SMALL_TOWERS, write_checkpoint
+
+CONFIG = SMALL_TOWERS["head_dim_16"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Three images of different sizes, two of them with the same name."""
+    folder = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    paths = []
+    for name, height, width in (("a.png", 60, 150), ("b.png", 112, 84), ("more/a.png", 70, 70)):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)).save(path)
+        paths.append(path)
+    return paths
+
+
+@pytest.fixture
+def run(checkpoint, images, tmp_path, capsys):
+    """Run the command line; returns the exit status, standard output and standard error."""
+
+    def run(*options, out="out.npz", images=images, checkpoint=checkpoint):
+        arguments = [*images, "--checkpoint", checkpoint, "--out", tmp_path / out, *options]
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as exit_:  # argparse's own errors
+            status = exit_.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def read(path):
+    if path.suffix == ".npz":
+        with np.load(path) as file:
+            arrays = dict(file)
+        return arrays, arrays.pop("images").tolist()
+    with safe_open(path, framework="numpy") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return arrays, json.loads(file.metadata()["images"])
+
+
+@pytest.mark.parametrize("out", ["out.npz", "out.safetensors"])
+def test_embeddings_are_the_towers(run, checkpoint, images, tmp_path, out):
+    status, stdout, stderr = run("--dtype", "float32", out=out)
+    assert (status, stderr) == (0, "")
+    arrays, names = read(tmp_path / out)
+    pixel_values, grid_thw = preprocess(images)
+    expected = np.asarray(load_vision_tower(checkpoint, "float32")(pixel_values, grid_thw))
+    assert f"wrote {len(expected)} embeddings of 3 images" in stdout
+    assert names == [str(path) for path in images]
+    np.testing.assert_array_equal(arrays.pop("grid_thw"), grid_thw)
+    assert arrays.keys() == {"embeddings_0", "embeddings_1", "embeddings_2"}
+    assert all(array.dtype == np.float32 for array in arrays.values())
+    ours = np.concatenate([arrays[f"embeddings_{number}"] for number in range(3)])
+    np.testing.assert_array_equal(ours, expected)
+    assert os.listdir(tmp_path) == [out]
+
+
+def test_batches_change_nothing(run, tmp_path):
+    run("--dtype", "float32", out="together.npz")
+    run("--dtype", "float32", "--batch-tokens", "1", out="alone.npz")
+    together, alone = read(tmp_path / "together.npz")[0], read(tmp_path / "alone.npz")[0]
+    assert together.keys() == alone.keys()
+    for name, array in together.items():
+        np.testing.assert_allclose(alone[name], array, rtol=1e-4, atol=1e-4)
+
+
+def test_pixel_limits(run, tmp_path):
+    assert run("--min-pixels", str(112 * 112), "--max-pixels", str(140 * 140))[0] == 0
+    pixels = read(tmp_path / "out.npz")[0]["grid_thw"].prod(axis=1) * 14 * 14
+    assert (pixels >= 112 * 112).all()
+    assert (pixels <= 140 * 140).all()
+
+
+def test_an_older_file_is_replaced_only_by_a_complete_one(run, images, tmp_path):
+    (tmp_path / "out.npz").write_bytes(b"older")
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(images[0].read_bytes()[:200])
+    assert run("--batch-tokens", "1", images=[*images, bad])[0] == 2
+    assert (tmp_path / "out.npz").read_bytes() == b"older"
+    assert run()[0] == 0
+    assert sorted(os.listdir(tmp_path)) == ["bad.png", "out.npz"]
+    assert read(tmp_path / "out.npz")[1] == [str(path) for path in images]
+
+
+def refused(result, tmp_path, *words):
+    """One sentence on standard error that has the words; exit status 2; nothing written."""
+    status, stdout, stderr = result
+    assert status == 2
+    assert stdout == ""
+    assert all(word in stderr for word in words), stderr
+    assert "Traceback" not in stderr
+    assert stderr.count("\n") == 1
+    assert not list(tmp_path.glob("*out*"))
+    return True
+
+
+def test_missing_image(run, tmp_path):
+    missing = tmp_path / "missing.png"
+    assert refused(run(images=[missing]), tmp_path, "no such image file", "missing.png")
+
+
+@pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n"])
+def test_unreadable_image(run, images, tmp_path, content):
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(content)
+    assert refused(run(images=[images[0], bad]), tmp_path, "bad.png")
+
+
+def test_image_of_an_absurd_shape(run, tmp_path):
+    Image.new("RGB", (2010, 10)).save(tmp_path / "ribbon.png")
+    assert refused(run(images=[tmp_path / "ribbon.png"]), tmp_path, "ribbon.png", "200")
+
+
+def test_missing_checkpoint(run, tmp_path):
+    assert refused(run(checkpoint=tmp_path / "nowhere"), tmp_path, "nowhere")
+
+
+def test_truncated_checkpoint(run, checkpoint, tmp_path):
+    cut = write_checkpoint(tmp_path / "cut", CONFIG)
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert refused(run(checkpoint=cut), tmp_path, "model.safetensors", "truncated")
+
+
+def test_unknown_model_type(run, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "clip"}')
+    assert refused(run(checkpoint=other), tmp_path, "'clip'", "qwen2_5_vl")
+
+
+def test_device_that_is_not_there(run, tmp_path):
+    assert refused(run("--device", "tpu"), tmp_path, "'tpu'")
+
+
+def test_missing_output_directory(run, tmp_path):
+    assert refused(run(out="nowhere/out.npz"), tmp_path, "nowhere")
+
+
+def test_output_that_is_a_directory(run, tmp_path):
+    (tmp_path / "folder.npz").mkdir()
+    assert refused(run(out="folder.npz"), tmp_path, "folder.npz")
+
+
+@pytest.mark.parametrize(
+    ("options", "out", "words"),
+    [
+        ((), "out.csv", "must end in .safetensors or .npz"),
+        (("--batch-tokens", "0"), "out.npz", "expected a positive integer, got '0'"),
+        (("--dtype", "int8"), "out.npz", "invalid choice: 'int8'"),
+    ],
+)
+def test_wrong_options(run, tmp_path, options, out, words):
+    status, _, stderr = run(*options, out=out)
+    assert status == 2
+    assert words in stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_help_and_errors_as_a_program(checkpoint, tmp_path):
+    def program(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "flax_models", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    shown = program("--help")
+    assert shown.returncode == 0
+    assert "embeddings_<i>" in shown.stdout
+    missing = tmp_path / "missing.png"
+    wrong = program(missing, "--checkpoint", checkpoint, "--out", tmp_path / "out.npz")
+    assert wrong.returncode == 2
+    assert wrong.stderr == f"python -m flax_models: error: no such image file: {missing}\n"

@@ -1,0 +1,197 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+import flax_models
+from flax_models import CheckpointError, VisionConfig
+
+# As published with Qwen2.5-VL 7B, less the language model.
+PUBLISHED = {
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 3584,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+}
+
+
+def write(directory, content):
+    text = content if isinstance(content, str) else json.dumps(content)
+    (directory / "config.json").write_text(text)
+    return directory
+
+
+def test_derived_sizes():
+    config = VisionConfig.qwen2_5_vl_7b()
+    assert config.head_dim == 80
+    assert config.patch_dim == 1176
+    assert config.merge_unit == 4
+    assert config.window_patches == 8
+    assert config.max_window_seqlen == 64
+    assert config.aligned_intermediate_size == 3456
+    assert VisionConfig.qwen2_5_vl_72b().aligned_intermediate_size == 3456
+
+
+@pytest.mark.parametrize(
+    ("preset", "intermediate", "out"),
+    [("3b", 3420, 2048), ("7b", 3420, 3584), ("32b", 3456, 5120), ("72b", 3456, 8192)],
+)
+def test_presets(preset, intermediate, out):
+    config = getattr(VisionConfig, f"qwen2_5_vl_{preset}")()
+    assert (config.intermediate_size, config.out_hidden_size) == (intermediate, out)
+    assert (config.depth, config.hidden_size, config.num_heads) == (32, 1280, 16)
+    assert config.fullatt_block_indexes == (7, 15, 23, 31)
+
+
+def test_is_hashable_and_equal_by_value():
+    assert len({VisionConfig(), VisionConfig.qwen2_5_vl_7b(), VisionConfig(depth=2)}) == 2
+    assert VisionConfig(fullatt_block_indexes=[1]) == VisionConfig(fullatt_block_indexes=(1,))
+
+
+def test_reads_a_whole_model(tmp_path):
+    assert VisionConfig.from_pretrained(write(tmp_path, PUBLISHED)) == VisionConfig.qwen2_5_vl_7b()
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_5_vl_vision"])
+def test_reads_a_tower_alone(tmp_path, model_type):
+    alone = PUBLISHED["vision_config"] | {"model_type": model_type}
+    assert VisionConfig.from_pretrained(str(write(tmp_path, alone))) == VisionConfig()
+
+
+def test_reads_rotary_settings(tmp_path):
+    rope = {"rope_type": "axial", "rope_theta": 500.0}
+    vision = PUBLISHED["vision_config"] | {"rope_parameters": rope}
+    write(tmp_path, PUBLISHED | {"vision_config": vision})
+    assert VisionConfig.from_pretrained(tmp_path).rope_theta == 500.0
+
+
+def test_reads_what_hugging_face_saves(hf_model, hf_checkpoints):
+    theirs = hf_model.config.vision_config
+    for directory in (hf_checkpoints.tower, hf_checkpoints.whole, hf_checkpoints.sharded):
+        ours = VisionConfig.from_pretrained(directory)
+        assert ours.model_type == "qwen2_5_vl"
+        assert ours.fullatt_block_indexes == tuple(theirs.fullatt_block_indexes)
+        for name in (
+            *("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size"),
+            *("in_channels", "patch_size", "temporal_patch_size", "spatial_merge_size"),
+            *("window_size", "hidden_act"),
+        ):
+            assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def test_blocks_past_the_last_are_ignored_as_hugging_face_does():
+    assert VisionConfig(depth=2).fullatt_block_indexes == (7, 15, 23, 31)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"depth": 0}, "depth must be a positive integer, got 0"),
+        ({"hidden_size": 32.0}, "hidden_size must be a positive integer, got 32.0"),
+        ({"patch_size": [14, 14]}, r"patch_size must be a positive integer, got \[14, 14\]"),
+        ({"num_heads": True}, "num_heads must be a positive integer, got True"),
+        ({"num_heads": 7}, "hidden_size 1280 is not divisible by num_heads 7"),
+        ({"hidden_size": 1248}, "head_dim .* must be a multiple of 4, .* got 78"),
+        ({"window_size": 100}, "window_size 100 is not a multiple of .* = 28 pixels"),
+        ({"fullatt_block_indexes": [-1]}, r"must be block numbers from 0, got \[-1\]"),
+        ({"fullatt_block_indexes": 7}, "must be block numbers from 0, got 7"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; qwen2_5_vl has 'silu'"),
+        ({"rope_theta": 0.0}, "rope_theta must be a positive number, got 0.0"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a positive number, got 'tiny'"),
+        ({"model_type": "vit"}, "unknown model type 'vit'; supported: qwen2_5_vl"),
+    ],
+)
+def test_refuses_values_that_make_no_tower(values, message):
+    with pytest.raises(ValueError, match=message):
+        VisionConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llava"}, "config.json: unknown model type 'llava'; supported: qwen2_5_vl"),
+        ({"vision_config": {"model_type": "x"}}, "unknown model type 'x'; supported: qwen2_5_vl"),
+        ({"vision_config": {"depth": 2}}, "has no value for hidden_size, num_heads"),
+        (
+            {"vision_config": PUBLISHED["vision_config"] | {"num_heads": 7}},
+            "config.json: hidden_size 1280 is not divisible by num_heads 7",
+        ),
+        (
+            {"vision_config": PUBLISHED["vision_config"] | {"rope_parameters": {"rope_type": "y"}}},
+            "config.json: rope_type 'y' is not supported",
+        ),
+        (
+            {"vision_config": PUBLISHED["vision_config"] | {"rope_parameters": 3}},
+            "config.json: rope_parameters must be a JSON object, got 3",
+        ),
+    ],
+)
+def test_refuses_files_that_make_no_tower(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        VisionConfig.from_pretrained(write(tmp_path, PUBLISHED | changes))
+
+
+def test_a_file_without_model_type_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown model type None"):
+        VisionConfig.from_pretrained(write(tmp_path, PUBLISHED["vision_config"]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", "config.json holds a JSON list, not an object"),
+        ('{"depth": ', "cannot read .*config.json as JSON"),
+        ({"vision_config": 3}, "'vision_config' in .* is not a JSON object"),
+    ],
+)
+def test_refuses_files_that_are_no_configuration(tmp_path, content, message):
+    with pytest.raises(CheckpointError, match=message):
+        VisionConfig.from_pretrained(write(tmp_path, content))
+
+
+def test_missing_directory_and_missing_file(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no such checkpoint directory: .*absent"):
+        VisionConfig.from_pretrained(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"has no config.json"):
+        VisionConfig.from_pretrained(tmp_path)
+
+
+def test_importing_the_package_imports_no_framework():
+    program = (
+        "import sys, flax_models; assert dir(flax_models); "
+        "print(*sorted({'jax', 'flax', 'torch'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr
+
+
+def test_the_tower_says_what_to_install():
+    program = (
+        "import sys; sys.modules['jax'] = None; import flax_models\n"
+        "try: flax_models.load_vision_tower\n"
+        "except ImportError as error: print(error)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "load_vision_tower needs JAX and Flax" in run.stdout, run.stderr
+    assert "pip install 'fused-rope-attention[jax]'" in run.stdout
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match=r"module 'flax_models' has no attribute 'nothing'"):
+        flax_models.nothing  # noqa: B018
+    assert set(flax_models.__all__) <= set(dir(flax_models))

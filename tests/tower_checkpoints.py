@@ -1,0 +1,136 @@
+"""Small random checkpoints for the tests of both towers, with and without Hugging Face's help."""
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from flax_models import VisionConfig
+from flax_models.checkpoint import expected_tensors
+
+# Head dims 80 and 16; real windows of 8 x 8 patches; MLP widths that padding changes; a windowed
+# block before and after one that sees whole frames.
+SMALL_TOWERS = {
+    "head_dim_80": VisionConfig(
+        depth=4,
+        hidden_size=160,
+        num_heads=2,
+        intermediate_size=180,
+        out_hidden_size=96,
+        fullatt_block_indexes=(1, 3),
+    ),
+    "head_dim_16": VisionConfig(
+        depth=4,
+        hidden_size=64,
+        num_heads=4,
+        intermediate_size=84,
+        out_hidden_size=48,
+        fullatt_block_indexes=(2,),
+    ),
+}
+
+# Grids (t, h, w) in patches: sides that are multiples of the 8-patch window and sides that are not,
+# clips, and odd mixes of both.
+GRIDS = {
+    "one_whole_window": [(1, 8, 8)],
+    "smaller_than_a_window": [(1, 2, 6)],
+    "edge_windows": [(1, 18, 12)],
+    "clip": [(3, 10, 8)],
+    "mix": [(1, 6, 20), (2, 10, 4), (1, 2, 2), (3, 8, 10)],
+}
+
+
+def random_patches(config, grid_thw, seed=0):
+    """Patches as a processor returns them, fp32 [tokens, patch_dim]."""
+    tokens = int(np.prod(grid_thw, axis=1).sum())
+    values = np.random.default_rng(seed).standard_normal((tokens, config.patch_dim))
+    return values.astype(np.float32)
+
+
+def random_tensors(config, seed=0):
+    """Every tensor of a tower, fp32, such that no part of it can be left out unnoticed.
+
+    Hugging Face's own initialisation has biases of 0, norms of 1 and nearly uniform attention.
+    """
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in expected_tensors(config).items():
+        values = rng.standard_normal(shape)
+        if len(shape) > 1:
+            values /= np.sqrt(np.prod(shape[1:]))
+        elif name.endswith("bias"):
+            values *= 0.2
+        else:
+            values = 1 + 0.2 * values
+        tensors[name] = values.astype(np.float32)
+    return tensors
+
+
+def write_checkpoint(directory, config, prefix=""):
+    """Write a vision tower's checkpoint, or with a prefix such as "visual." a whole model's."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {prefix + name: value for name, value in random_tensors(config).items()}
+    values = asdict(config)
+    if prefix:
+        tensors["model.embed_tokens.weight"] = np.zeros((8, 8), np.float32)
+        values = {"model_type": "qwen2_5_vl", "vision_config": values}
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return directory
+
+
+def save_hugging_face_tower(directory, config):
+    """Have Hugging Face's `save_pretrained` write the same checkpoint; needs transformers."""
+    import torch
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+        Qwen2_5_VisionTransformerPretrainedModel,
+    )
+
+    names = ("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size")
+    values = {name: getattr(config, name) for name in names}
+    blocks = list(config.fullatt_block_indexes)
+    model = Qwen2_5_VisionTransformerPretrainedModel(
+        Qwen2_5_VLVisionConfig(**values, fullatt_block_indexes=blocks)
+    )
+    tensors = {name: torch.from_numpy(value) for name, value in random_tensors(config).items()}
+    model.load_state_dict(tensors)
+    model.save_pretrained(directory)
+    return directory
+
+
+class HuggingFaceTower:
+    """Hugging Face's tower from a checkpoint, on the CPU, with NumPy in and out."""
+
+    def __init__(self, directory, dtype="float32"):
+        import torch
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+            Qwen2_5_VisionTransformerPretrainedModel,
+        )
+
+        self._torch = torch
+        # By dtype=, not by .to(): that would round the rotary frequencies too.
+        self._model = Qwen2_5_VisionTransformerPretrainedModel.from_pretrained(
+            directory, dtype=getattr(torch, dtype)
+        ).eval()
+
+    def __call__(self, pixel_values, grid_thw):
+        """The embeddings [tokens / 4, out_hidden_size] fp32."""
+        return self.run(pixel_values, grid_thw)[0]
+
+    def run(self, pixel_values, grid_thw):
+        """The embeddings, and the hidden states [tokens, hidden_size] after each block; fp32."""
+        torch = self._torch
+        states = []
+        hooks = [
+            block.register_forward_hook(lambda _block, _inputs, output: states.append(output))
+            for block in self._model.blocks
+        ]
+        with torch.no_grad():
+            output = self._model(torch.from_numpy(pixel_values), grid_thw=torch.tensor(grid_thw))
+        for hook in hooks:
+            hook.remove()
+        # transformers before 5 returns the embeddings, since then an object that holds them.
+        embeddings = getattr(output, "pooler_output", output)
+        return embeddings.float().numpy(), [state.float().numpy() for state in states]

@@ -1,0 +1,238 @@
+"""What every tower must do; the tests of each tower inherit these suites.
+
+A subclass has `load(directory, dtype, **options)`, which returns its tower, and `numpy(array)`,
+which makes an fp32 NumPy array of the tower's own.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_models import CheckpointError, plan_layout
+from tests.tower_checkpoints import (
+    GRIDS,
+    SMALL_TOWERS,
+    HuggingFaceTower,
+    random_patches,
+    save_hugging_face_tower,
+    write_checkpoint,
+)
+
+FP32_TOLERANCE = 1e-5  # relative RMS against Hugging Face in fp32; the contract asks for 1e-4
+BF16_FACTOR = 1.1  # of the error of Hugging Face's own bf16 tower
+
+CONFIG = SMALL_TOWERS["head_dim_16"]
+
+
+def relative_error(ours, theirs):
+    return np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+
+
+class TowerContract:
+    """What a tower must do by itself; needs neither PyTorch nor transformers."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def directory(cls, tmp_path_factory):
+        return write_checkpoint(tmp_path_factory.mktemp("tower"), CONFIG)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def tower(cls, directory):
+        return cls.load(directory, "float32")
+
+    def test_shape_and_dtype(self, directory):
+        grid = GRIDS["mix"]
+        patches = random_patches(CONFIG, grid)
+        for dtype in ("float32", "bfloat16", "float16"):
+            embeddings = self.load(directory, dtype)(patches, grid)
+            assert tuple(embeddings.shape) == (len(patches) // 4, CONFIG.out_hidden_size)
+            assert dtype in str(embeddings.dtype)
+            assert np.isfinite(self.numpy(embeddings)).all()
+
+    def test_images_do_not_see_each_other(self, tower):
+        grid = np.array(GRIDS["mix"])
+        patches = random_patches(CONFIG, grid)
+        together = self.numpy(tower(patches, grid))
+        ends = np.cumsum(grid.prod(axis=1))
+        alone = [
+            self.numpy(tower(patches[end - image.prod() : end], image[None]))
+            for image, end in zip(grid, ends, strict=True)
+        ]
+        assert relative_error(together, np.concatenate(alone)) < FP32_TOLERANCE
+
+    @pytest.mark.parametrize("changed", [0, 5, 70, 239])
+    def test_a_patch_moves_exactly_its_window_then_its_frame(self, tower, changed):
+        grid = [(2, 10, 12)]  # four windows a frame, three of them cut by an edge
+        layout = plan_layout(CONFIG, grid)
+        before = random_patches(CONFIG, grid)
+        after = before.copy()
+        after[changed] += 1
+        row = int(np.flatnonzero(layout.window_order == changed)[0])
+        states = zip(
+            tower.hidden_states(before, grid), tower.hidden_states(after, grid), strict=True
+        )
+        for block, (old, new) in enumerate(states):
+            if block < 2:
+                bounds = layout.cu_window_seqlens
+            else:  # block 2 is the first to see whole frames
+                bounds = layout.cu_frame_seqlens
+            segment = np.searchsorted(bounds, row, side="right")
+            expected = np.arange(bounds[segment - 1], bounds[segment])
+            moved = (self.numpy(old) != self.numpy(new)).any(axis=1)
+            np.testing.assert_array_equal(np.flatnonzero(moved), expected)
+
+    def test_the_last_hidden_state_is_what_the_embeddings_are_made_of(self, tower):
+        grid = GRIDS["edge_windows"]
+        patches = random_patches(CONFIG, grid)
+        states = list(tower.hidden_states(patches, grid))
+        assert len(states) == CONFIG.depth
+        layout = plan_layout(CONFIG, grid)
+        merged = self.numpy(tower.merger(states[-1]))[layout.output_order]
+        assert relative_error(self.numpy(tower(patches, grid)), merged) < 1e-6
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_same_input_same_bits(self, directory, dtype):
+        grid = GRIDS["mix"]
+        patches = random_patches(CONFIG, grid)
+        first = self.numpy(self.load(directory, dtype)(patches, grid))
+        again = self.numpy(self.load(directory, dtype)(patches.copy(), grid))
+        np.testing.assert_array_equal(first, again)
+
+    @pytest.mark.parametrize("prefix", ["visual.", "model.visual."])
+    def test_whole_model_checkpoints_hold_the_same_tower(self, tower, tmp_path, prefix):
+        whole = self.load(write_checkpoint(tmp_path, CONFIG, prefix), "float32")
+        grid = GRIDS["edge_windows"]
+        patches = random_patches(CONFIG, grid)
+        np.testing.assert_array_equal(
+            self.numpy(whole(patches, grid)), self.numpy(tower(patches, grid))
+        )
+
+    def test_input_may_be_of_any_kind(self, tower):
+        grid = GRIDS["clip"]
+        patches = random_patches(CONFIG, grid)
+        expected = self.numpy(tower(patches, grid))
+        patches.flags.writeable = False
+        for kind in (patches, self.array(patches), patches.astype(np.float64)):
+            for grid_kind in (np.array(grid), self.array(np.array(grid, np.int32))):
+                np.testing.assert_array_equal(self.numpy(tower(kind, grid_kind)), expected)
+
+    @pytest.mark.parametrize(
+        ("shape", "message"),
+        [
+            ((59, 1176), r"\[60, 1176\].* got \[59, 1176\]"),
+            ((60, 1175), r"\[60, 1176\].* got \[60, 1175\]"),
+            ((60 * 1176,), r"\[60, 1176\].* got \[70560\]"),
+        ],
+    )
+    def test_pixel_values_that_do_not_match_the_grid(self, tower, shape, message):
+        with pytest.raises(ValueError, match=message):
+            tower(np.zeros(shape, np.float32), [(1, 6, 10)])
+
+    def test_pixel_values_must_be_floating(self, tower):
+        with pytest.raises(TypeError, match=r"floating-point, got .*uint8"):
+            tower(np.zeros((60, 1176), np.uint8), [(1, 6, 10)])
+
+    @pytest.mark.parametrize(
+        ("grid", "message"),
+        [
+            ([(1, 6, 9)], r"image 0 .*w=9.* divisible"),
+            ([(1, 6, 0)], r"at least 1"),
+            ([(6, 10)], r"\[images, 3\]"),
+            ([(1.0, 6.0, 10.0)], "integers"),
+        ],
+    )
+    def test_wrong_grids(self, tower, grid, message):
+        with pytest.raises(ValueError, match=message):
+            tower(np.zeros((60, 1176), np.float32), grid)
+
+    def test_missing_checkpoint(self, tmp_path):
+        with pytest.raises(CheckpointError, match="nowhere"):
+            self.load(tmp_path / "nowhere", "float32")
+
+    def test_a_device_that_is_not_there(self, directory):
+        if self.has_gpu():
+            pytest.skip("there is a GPU")
+        with pytest.raises(ValueError, match="'cuda' was asked for"):
+            self.load(directory, "float32", device="cuda")
+
+    def test_unsupported_dtype(self, directory):
+        with pytest.raises(ValueError, match=r"dtype must be one of .*float64"):
+            self.load(directory, "float64")
+
+    def test_progress_goes_to_standard_error(self, directory, capsys):
+        self.load(directory, "float32", progress=False)
+        assert capsys.readouterr() == ("", "")
+        self.load(directory, "float32", progress=True)
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "reading weights" in captured.err
+
+
+class HuggingFaceContract:
+    """Equality with Hugging Face's tower on checkpoints that it saved itself."""
+
+    @pytest.fixture(scope="class", params=SMALL_TOWERS)
+    @classmethod
+    def config(cls, request):
+        return SMALL_TOWERS[request.param]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def directory(cls, config, tmp_path_factory):
+        pytest.importorskip("torch")
+        pytest.importorskip("transformers")
+        return save_hugging_face_tower(tmp_path_factory.mktemp("hugging_face"), config)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def hugging_face(cls, directory):
+        return HuggingFaceTower(directory)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def tower(cls, directory):
+        return cls.load(directory, "float32")
+
+    @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+    def test_fp32_equals_hugging_face_after_each_block(self, config, hugging_face, tower, grid):
+        patches = random_patches(config, grid)
+        theirs, their_states = hugging_face.run(patches, grid)
+        ours = self.numpy(tower(patches, grid))
+        assert relative_error(ours, theirs) < FP32_TOLERANCE
+        our_states = tower.hidden_states(patches, grid)
+        for our_state, their_state in zip(our_states, their_states, strict=True):
+            assert relative_error(self.numpy(our_state), their_state) < FP32_TOLERANCE
+
+    @settings(max_examples=6, deadline=None, derandomize=True)
+    @given(
+        grid=st.lists(
+            st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)).map(
+                lambda image: (image[0], 2 * image[1], 2 * image[2])
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    def test_fp32_equals_hugging_face_on_any_grid(self, config, hugging_face, tower, grid):
+        patches = random_patches(config, grid, seed=1)
+        ours = self.numpy(tower(patches, grid))
+        assert relative_error(ours, hugging_face(patches, grid)) < FP32_TOLERANCE
+
+    def test_bf16_is_no_further_from_fp32_than_hugging_face_is(
+        self, config, directory, hugging_face
+    ):
+        grid = [(1, 18, 26), (2, 10, 8)]
+        patches = random_patches(config, grid, seed=2)
+        exact_embeddings, exact = hugging_face.run(patches, grid)
+        their_embeddings, theirs = HuggingFaceTower(directory, "bfloat16").run(patches, grid)
+        tower = self.load(directory, "bfloat16")
+        ours = map(self.numpy, tower.hidden_states(patches, grid))
+        stages = [
+            *zip(ours, theirs, exact, strict=True),
+            (self.numpy(tower(patches, grid)), their_embeddings, exact_embeddings),
+        ]
+        for our_state, their_state, exact_state in stages:
+            their_error = relative_error(their_state, exact_state)
+            assert relative_error(our_state, exact_state) <= BF16_FACTOR * their_error
