@@ -60,10 +60,10 @@ def stream_launch(head_dim: int, dtype: DTypeLike) -> Launch:
         return Launch(32, 32, num_warps=4, num_stages=1)
     if head_dim > 128:
         return Launch(128, 32, num_warps=8, num_stages=2)
-    return Launch(128, 64, num_warps=8, num_stages=3)
+    return Launch(64, 64, num_warps=4, num_stages=3)
 
 
 @functools.cache
 def rotate_launch(head_dim: int) -> Launch:
     """block_k counts the heads that share one load of the angles."""
-    return Launch(32 if head_dim <= 128 else 16, 16, num_warps=4, num_stages=2)
+    return Launch(16 if head_dim <= 128 else 8, 2, num_warps=4, num_stages=2)

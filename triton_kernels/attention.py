@@ -134,16 +134,15 @@ def _attend(
         return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
     if max_seqlen is None:
         max_seqlen = int(cu_seqlens.diff().max())
-    windowed = max_seqlen <= window_limit(q.dtype)
     if fuse == "auto":
-        fuse = "qk" if windowed else "q"
+        fuse = "qk" if max_seqlen <= window_limit(q.dtype) else "q"
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(q):
         if fuse == "none":
             q = _rotate(q, cos, sin)
         if fuse != "qk":
             k = _rotate(k, cos, sin)
-        return _launch(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse, windowed)
+        return _launch(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse)
 
 
 def _launch(
@@ -156,29 +155,44 @@ def _launch(
     max_seqlen: int,
     scale: float,
     fuse: str,
-    windowed: bool,
 ) -> torch.Tensor:
     tokens, heads, head_dim = q.shape
     segments = cu_seqlens.shape[0] - 1
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    if windowed:
+    aligned, strides = _strides((q, k, v), (cos, sin))
+    if aligned and max_seqlen <= window_limit(q.dtype):
         launch = window_launch(max_seqlen)
         kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
     else:
-        launch = stream_launch(head_dim, q.dtype)
+        launch = stream_launch(head_dim, q.dtype, aligned)
         programs = triton.cdiv(tokens, launch.block) * heads
         kernel, blocks = stream_kernel, (launch.block, launch.block_k)
     split = head_split(head_dim)
     kernel[(programs,)](
         q, k, v, out, cos, sin, cu_seqlens,
         tokens, segments, scale * LOG2_E,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        cos.stride(0),
-        heads, head_dim, 2 * cos.shape[1], split.main, split.tail,
+        *strides,
+        heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned,
         fuse != "none", fuse == "qk", *blocks,
         num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out
+
+
+def _strides(
+    tensors: tuple[torch.Tensor, ...], angles: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[bool, tuple[int, ...]]:
+    """Whether all is aligned to 16 bytes, and the token and head strides in the kernels' units."""
+    strides = tuple(stride for x in tensors for stride in x.stride()[:2])
+    angle_stride = angles[0].stride(0)
+    aligned = (
+        not any(stride % 8 for stride in strides)
+        and angle_stride % 4 == 0
+        and not any(x.data_ptr() % 16 for x in (*tensors, *angles))
+    )
+    if aligned:
+        return True, (*(stride // 8 for stride in strides), angle_stride // 4)
+    return False, (*strides, angle_stride)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -195,10 +209,11 @@ def launch_rotate(
     tokens, heads, head_dim = x.shape
     launch, split = rotate_launch(head_dim), head_split(head_dim)
     programs = triton.cdiv(tokens, launch.block) * triton.cdiv(heads, launch.block_k)
+    aligned, strides = _strides((x, out), (cos, sin))
     rotate_kernel[(programs,)](
         x, out, cos, sin, tokens, heads,
-        x.stride(0), x.stride(1), out.stride(0), out.stride(1), cos.stride(0),
-        head_dim, 2 * cos.shape[1], split.main, split.tail, paired,
+        *strides,
+        head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, paired,
         launch.block, launch.block_k,
         num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True,
     )  # fmt: skip

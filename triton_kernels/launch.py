@@ -53,16 +53,20 @@ def window_launch(max_seqlen: int) -> Launch:
 
 
 @functools.cache
-def stream_launch(head_dim: int, dtype: torch.dtype) -> Launch:
-    """fp32 products run on the plain cores and hold more registers, hence the smaller tiles."""
-    if dtype == torch.float32:
+def stream_launch(head_dim: int, dtype: torch.dtype, aligned: bool) -> Launch:
+    """fp32 products run on the plain cores and hold more registers, hence the smaller tiles.
+
+    Tiles of 32 rows also keep unaligned tensors away from the asynchronous tensor-core products:
+    ptxas 12.8, which Triton 3.6 brings along, miscompiles two of them that share a staging buffer.
+    """
+    if dtype == torch.float32 or not aligned:
         return Launch(32, 32, num_warps=4, num_stages=1)
     if head_dim > 128:
         return Launch(128, 32, num_warps=8, num_stages=2)
-    return Launch(128, 64, num_warps=8, num_stages=3)
+    return Launch(64, 64, num_warps=4, num_stages=3)
 
 
 @functools.cache
 def rotate_launch(head_dim: int) -> Launch:
     """block_k counts the heads that share one load of the angles."""
-    return Launch(32 if head_dim <= 128 else 16, 16, num_warps=4, num_stages=2)
+    return Launch(16 if head_dim <= 128 else 8, 2, num_warps=4, num_stages=2)

@@ -15,19 +15,25 @@ def rotate_kernel(
     x_ptr, out_ptr, cos_ptr, sin_ptr,
     # sizes
     tokens, heads,
-    # strides in elements; the last axis is contiguous
+    # strides, see ALIGNED; the last axis is contiguous
     x_stride, x_head_stride,
     out_stride, out_head_stride,
     angle_stride,
     # shape of a head and how it is cut
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr,
+    # strides of x and out come in units of 8 elements and the angles' of 4; else of 1
+    ALIGNED: tl.constexpr,
     # True: write the paired order that the attention kernels read; False: the order of x
     PAIRED: tl.constexpr,
     # rows of a tile, heads of a program
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program for each (token block, group of heads)."""
+    if ALIGNED:  # written out, the compiler sees that it may load 16 bytes at a time
+        x_stride, x_head_stride = x_stride * 8, x_head_stride * 8
+        out_stride, out_head_stride = out_stride * 8, out_head_stride * 8
+        angle_stride = angle_stride * 4
     groups = tl.cdiv(heads, GROUP)
     first = (tl.program_id(0) // groups).to(tl.int64) * BLOCK
     first_head = (tl.program_id(0) % groups) * GROUP

@@ -26,7 +26,7 @@ def stream_kernel(
     cos_ptr, sin_ptr, cu_seqlens_ptr,
     # sizes and scale
     tokens, segments, scale_log2,
-    # strides in elements; the last axis is contiguous
+    # strides, see ALIGNED; the last axis is contiguous
     q_stride, q_head_stride,
     k_stride, k_head_stride,
     v_stride, v_head_stride,
@@ -34,12 +34,19 @@ def stream_kernel(
     # shape of a head and how it is cut
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr,
+    # strides of q, k, v come in units of 8 elements and the angles' of 4; else of 1
+    ALIGNED: tl.constexpr,
     # what is rotated here
     ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
     # rows of a query tile and of a key tile
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program for each (head, token block); blocks run fastest and share the head's K and V."""
+    if ALIGNED:  # written out, the compiler sees that it may load 16 bytes at a time
+        q_stride, q_head_stride = q_stride * 8, q_head_stride * 8
+        k_stride, k_head_stride = k_stride * 8, k_head_stride * 8
+        v_stride, v_head_stride = v_stride * 8, v_head_stride * 8
+        angle_stride = angle_stride * 4
     blocks = tl.cdiv(tokens, BLOCK)
     head = tl.program_id(0) // blocks
     block_start = (tl.program_id(0) % blocks) * BLOCK

@@ -3,18 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from flax_models.config import VisionConfig
-
-# The same examples in every run, and no failure because a shared machine was slow for a moment.
-settings.register_profile(
-    "repeatable",
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("repeatable")
 
 TINY = {
     "depth": 2,

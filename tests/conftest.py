@@ -1,0 +1,29 @@
+"""What holds for all tests: the frameworks' environment, the `gpu` marker, hypothesis' profile."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from compare.environment import configure, has_gpu
+
+# Before any test imports a framework: without a GPU Triton's kernels are interpreted.
+configure()
+
+# The same examples in every run, and no failure because a shared machine was slow for a moment. The
+# contract suites are inherited: that several classes run a test is their purpose.
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors],
+)
+settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what is marked `gpu` where there is none; a framework without CUDA: see its folder."""
+    if has_gpu():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU, and the CUDA driver sees none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)

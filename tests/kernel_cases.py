@@ -1,0 +1,155 @@
+"""Inputs for the kernels and what they should give, in NumPy: an oracle of its own.
+
+Letters as in the kernels' docstrings; a case is one call's arguments.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+
+# Rule 1 of the numerics: relative RMS error against fp64, and the factor of the unfused error.
+RELATIVE_RMS = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 1e-5}
+UNFUSED_FACTOR = 2.0
+# No element may be off by more than this many times what the RMS may be: a single wrong row of
+# many would hardly move the RMS.
+WORST_FACTOR = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """qkv [tokens, 3, heads, head_dim]; cos, sin [tokens, rotary_dim / 2]; cu_seqlens int32."""
+
+    qkv: np.ndarray
+    cos: np.ndarray
+    sin: np.ndarray
+    cu_seqlens: np.ndarray
+
+    @property
+    def packed(self) -> tuple[np.ndarray, ...]:
+        return self.qkv, self.cos, self.sin, self.cu_seqlens
+
+    @property
+    def separate(self) -> tuple[np.ndarray, ...]:
+        q, k, v = (np.ascontiguousarray(self.qkv[:, i]) for i in range(3))
+        return q, k, v, self.cos, self.sin, self.cu_seqlens
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        return list(itertools.pairwise(self.cu_seqlens.tolist()))
+
+    @property
+    def longest(self) -> int:
+        return max((end - start for start, end in self.segments), default=0)
+
+    @property
+    def padding(self) -> np.ndarray:
+        """Mask [tokens] of the tokens of no segment."""
+        token = np.arange(len(self.qkv))
+        return (token < self.cu_seqlens[0]) | (token >= self.cu_seqlens[-1])
+
+    def with_rows(self, rows: slice | int, value: float) -> "Case":
+        """The same case with one value in q, k and v of some tokens."""
+        qkv = self.qkv.copy()
+        qkv[rows] = value
+        return replace(self, qkv=qkv)
+
+
+def make_case(
+    lengths: Sequence[int],
+    *,
+    head_dim: int = 80,
+    rotary_dim: int | None = None,
+    heads: int = 2,
+    dtype: str = "bfloat16",
+    leading: int = 0,
+    trailing: int = 0,
+    seed: int = 0,
+) -> Case:
+    """Random inputs for segments of these lengths, with padding before and behind them."""
+    rng = np.random.default_rng(seed)
+    cu_seqlens = leading + np.cumsum([0, *lengths])
+    tokens = int(cu_seqlens[-1]) + trailing
+    qkv = rng.standard_normal((tokens, 3, heads, head_dim), np.float32)
+    # An angle for every token and column of its own: a mix-up of either shows.
+    angles = rng.uniform(-8, 8, (tokens, (rotary_dim or head_dim) // 2))
+    return Case(
+        qkv.astype(DTYPES[dtype]),
+        np.cos(angles).astype(np.float32),
+        np.sin(angles).astype(np.float32),
+        cu_seqlens.astype(np.int32),
+    )
+
+
+def exact(case: Case, scale: float | None = None) -> np.ndarray:
+    """The operation in fp64; 0 for tokens of no segment."""
+    q, k, v, cos, sin = (x.astype(np.float64) for x in case.separate[:5])
+    q, k = (_rotate(x, cos, sin) for x in (q, k))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out = np.zeros(q.shape)
+    for start, end in case.segments:
+        p = _softmax(q[start:end], k[start:end], scale)
+        out[start:end] = np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v[start:end])
+    return out
+
+
+def unfused(case: Case, scale: float | None = None) -> np.ndarray:
+    """Separate steps that round to the dtype of qkv in between: the yardstick of rule 1.
+
+    Rotation in fp32 and back to the dtype, logits and softmax sums in fp32, probabilities cast to
+    the dtype, the second product summed and divided in fp32.
+    """
+    dtype = case.qkv.dtype
+    q, k, v = (x.astype(np.float32) for x in case.separate[:3])
+    q, k = (_rotate(x, case.cos, case.sin).astype(dtype).astype(np.float32) for x in (q, k))
+    scale = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
+    out = np.zeros(q.shape, dtype)
+    for start, end in case.segments:
+        p = _softmax(q[start:end], k[start:end], scale)
+        total = p.sum(-1).T[..., None]
+        p = p.astype(dtype).astype(np.float32)
+        out[start:end] = np.einsum("hqk,khd->qhd", p, v[start:end]) / total
+    return out
+
+
+def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Turn each pair (x[i], x[i + rotary_dim / 2]) by its angle: complex multiplication."""
+    half = cos.shape[-1]
+    turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * (cos + 1j * sin)[:, None]
+    return np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1).astype(x.dtype)
+
+
+def _softmax(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
+    """Not yet normalised; [heads, q_seq, k_seq]."""
+    logits = np.einsum("qhd,khd->hqk", q, k) * scale
+    return np.exp(logits - logits.max(-1, keepdims=True, initial=-np.inf))
+
+
+def relative_rms(result: np.ndarray, reference: np.ndarray) -> float:
+    """||result - reference|| / ||reference||, NaN where the result has one."""
+    return np.linalg.norm(result.astype(np.float64) - reference) / np.linalg.norm(reference)
+
+
+def assert_accurate(result: np.ndarray, case: Case, scale: float | None = None) -> None:
+    """Rule 1 of the numerics, the dtype and shape, and exact zeros for padding."""
+    assert result.dtype == case.qkv.dtype
+    assert result.shape == (len(case.qkv), *case.qkv.shape[2:])
+    assert (result[case.padding] == 0).all()
+    expected = exact(case, scale)
+    limit = RELATIVE_RMS[result.dtype.name]
+    error = relative_rms(result, expected)
+    assert error <= limit
+    assert error <= UNFUSED_FACTOR * relative_rms(unfused(case, scale), expected)
+    worst = np.abs(result.astype(np.float64) - expected).max()
+    assert worst <= WORST_FACTOR * limit * np.sqrt(np.mean(expected**2))
+
+
+def assert_same_bits(a: np.ndarray, b: np.ndarray) -> None:
+    """NaN equals NaN, and 0 differs from -0."""
+    assert a.dtype == b.dtype
+    integer = np.dtype(f"u{a.dtype.itemsize}")
+    np.testing.assert_array_equal(a.view(integer), b.view(integer))

@@ -1,0 +1,277 @@
+"""What every implementation of the operation promises about its results.
+
+An implementation's tests inherit KernelContract and an adapter of its framework, which has
+
+* `attention(case, packed=False, **keywords)`: the public function's result as a NumPy array,
+* `check_cu_seqlens(cu_seqlens, *arguments)`, on a NumPy array.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernel_cases import assert_accurate, assert_same_bits, exact, make_case
+
+# Bounds on a segment's length that lead to the two kernels: the longest that a tile holds in every
+# dtype, and one that no tile holds.
+WINDOW, STREAM = 32, 4096
+both_kernels = pytest.mark.parametrize("max_seqlen", [WINDOW, STREAM], ids=["window", "stream"])
+
+# Lengths up to WINDOW, one of each kind: full, nearly full, odd, empty, one token.
+LENGTHS = (32, 0, 1, 31, 16, 5)
+
+# The same tokens and segments (the shapes that JAX compiles for), cut in different ways.
+CUTS = {
+    "equal": (0, 16, 32, 48, 64, 80, 96),
+    "edge windows": (0, 32, 48, 78, 93, 95, 96),
+    "empty segments": (0, 0, 32, 32, 64, 96, 96),
+    "single tokens": (0, 1, 2, 3, 35, 67, 96),
+    "leading padding": (19, 51, 60, 60, 70, 80, 96),
+    "trailing padding": (0, 30, 33, 40, 50, 51, 51),
+    "padding on both sides": (33, 33, 34, 40, 60, 61, 63),
+    "nothing but padding": (40, 40, 40, 40, 40, 40, 40),
+    "all padding behind": (0, 0, 0, 0, 0, 0, 0),
+    "all padding before": (96, 96, 96, 96, 96, 96, 96),
+}
+
+
+def cut(cu_seqlens, tokens=96, **options):
+    """A case with these cumulative lengths."""
+    case = make_case([tokens], **options)
+    return dataclasses.replace(case, cu_seqlens=np.array(cu_seqlens, np.int32))
+
+
+class KernelContract:
+    """Inherited by the tests of each implementation."""
+
+    # ---- numerics ----
+
+    @both_kernels
+    @pytest.mark.parametrize("head_dim", [8, 56, 64, 72, 80, 96, 128, 256])
+    def test_every_head_dim(self, head_dim, max_seqlen):
+        case = make_case(LENGTHS, head_dim=head_dim, leading=2, trailing=3)
+        assert_accurate(self.attention(case, max_seqlen=max_seqlen), case)
+
+    @both_kernels
+    @pytest.mark.parametrize("dtype", ["float16", "float32"])
+    @pytest.mark.parametrize(("head_dim", "fuse"), [(80, "qk"), (72, "q"), (80, "none")])
+    def test_every_dtype(self, dtype, head_dim, fuse, max_seqlen):
+        case = make_case(LENGTHS, dtype=dtype, head_dim=head_dim, trailing=3)
+        assert_accurate(self.attention(case, max_seqlen=max_seqlen, fuse=fuse), case)
+
+    @both_kernels
+    @pytest.mark.parametrize("fuse", ["qk", "q", "none"])
+    @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 80), (80, 40), (128, 2)])
+    def test_every_fusion_and_partial_rotation(self, fuse, head_dim, rotary_dim, max_seqlen):
+        case = make_case(LENGTHS, head_dim=head_dim, rotary_dim=rotary_dim)
+        assert_accurate(self.attention(case, max_seqlen=max_seqlen, fuse=fuse), case)
+
+    @pytest.mark.parametrize("rotary_dim", [72, 64, 20])
+    def test_rotation_that_ends_in_either_part_of_a_split_head(self, rotary_dim):
+        case = make_case(LENGTHS, head_dim=72, rotary_dim=rotary_dim, dtype="float32")
+        assert_accurate(self.attention(case, max_seqlen=WINDOW), case)
+
+    @pytest.mark.parametrize("lengths", [(64, 63, 17), (128, 100)], ids=str)
+    def test_windows_of_an_image(self, lengths):
+        case = make_case(lengths, trailing=5)
+        assert_accurate(self.attention(case, max_seqlen=max(lengths)), case)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_long_and_short_segments_together(self, dtype):
+        case = make_case((100, 1, 0, 170, 7, 30), dtype=dtype, leading=9, trailing=140)
+        assert_accurate(self.attention(case, max_seqlen=170), case)
+
+    def test_logits_far_from_zero(self):
+        case = make_case(LENGTHS, dtype="float32")
+        case = dataclasses.replace(case, qkv=case.qkv * np.float32([12, 12, 1])[:, None, None])
+        for max_seqlen in (WINDOW, STREAM):
+            result = self.attention(case, max_seqlen=max_seqlen)
+            assert np.abs(result - exact(case)).max() < 1e-3
+
+    @both_kernels
+    @pytest.mark.parametrize("scale", [0.3, 1, 0.0, -0.2])
+    def test_scale(self, scale, max_seqlen):
+        case = make_case(LENGTHS, dtype="float32")
+        result = self.attention(case, max_seqlen=max_seqlen, scale=scale)
+        assert_accurate(result, case, scale=scale)
+
+    # ---- segments ----
+
+    @both_kernels
+    @pytest.mark.parametrize("cu_seqlens", CUTS.values(), ids=CUTS)
+    def test_segments_of_every_kind(self, cu_seqlens, max_seqlen):
+        case = cut(cu_seqlens, head_dim=16)
+        result = self.attention(case, max_seqlen=max_seqlen)
+        if case.padding.all():
+            assert (result == 0).all()
+        else:
+            assert_accurate(result, case)
+
+    @both_kernels
+    @given(
+        cuts=st.lists(st.integers(0, 32), min_size=4, max_size=4),
+        leading=st.integers(0, 32),
+        seed=st.integers(0, 99),
+    )
+    @settings(max_examples=15)
+    def test_any_segments(self, cuts, leading, seed, max_seqlen):
+        cu_seqlens = np.minimum(np.cumsum([leading, *cuts]), 64)
+        case = cut(cu_seqlens, tokens=64, head_dim=16, dtype="float32", seed=seed)
+        result = self.attention(case, max_seqlen=max_seqlen)
+        if case.padding.all():
+            assert (result == 0).all()
+        else:
+            assert_accurate(result, case)
+
+    @both_kernels
+    def test_one_segment(self, max_seqlen):
+        for length in (1, 32):
+            case = make_case([length], head_dim=16)
+            assert_accurate(self.attention(case, max_seqlen=max_seqlen), case)
+
+    @pytest.mark.parametrize("max_seqlen", [None, 0, WINDOW, STREAM])
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_no_tokens_and_no_segments(self, packed, max_seqlen):
+        no_tokens, no_segments = make_case([0, 0], head_dim=16), make_case([], trailing=5)
+        for case in (no_tokens, no_segments):
+            result = self.attention(case, packed=packed, max_seqlen=max_seqlen)
+            assert result.shape == (len(case.qkv), *case.qkv.shape[2:])
+            assert result.dtype == case.qkv.dtype
+            assert (result == 0).all()
+
+    @both_kernels
+    def test_padding_is_zero_whatever_it_holds(self, max_seqlen):
+        case = make_case([20, 12], head_dim=16, leading=70, trailing=150)
+        clean = self.attention(case, max_seqlen=max_seqlen)
+        dirty = self.attention(case.with_rows(case.padding, np.nan), max_seqlen=max_seqlen)
+        assert (clean[case.padding] == 0).all()
+        assert_same_bits(clean, dirty)
+
+    # ---- the bound on a segment's length ----
+
+    @pytest.mark.parametrize("lengths", [(20, 32, 7), (20, 140, 7)], ids=str)
+    def test_max_seqlen_is_found_where_it_is_not_given(self, lengths):
+        case = make_case(lengths, trailing=4)
+        found = self.attention(case, max_seqlen=None)
+        given_ = self.attention(case, max_seqlen=max(lengths))
+        assert_accurate(found, case)
+        assert_same_bits(found, given_)
+
+    @pytest.mark.parametrize("max_seqlen", [0, 1, 9, 16, 40, 129])
+    def test_rows_of_a_longer_segment_are_right_or_nan(self, max_seqlen):
+        lengths = (9, 150, 1, 16, 40, 130, 8)
+        case = make_case(lengths, head_dim=16, dtype="float32", leading=3, trailing=70)
+        result = self.attention(case, max_seqlen=max_seqlen)
+        expected = exact(case)
+        assert (result[case.padding] == 0).all()
+        for start, end in case.segments:
+            rows = result[start:end]
+            if end - start > max_seqlen and np.isnan(rows).any():
+                assert np.isnan(rows).all()
+            else:
+                np.testing.assert_allclose(rows, expected[start:end], rtol=0, atol=1e-5)
+
+    # ---- nothing leaks from a segment ----
+
+    @both_kernels
+    @pytest.mark.parametrize("changed", [0, 31, 32, 45, 65, 79])
+    def test_a_token_moves_exactly_the_rows_of_its_segment(self, changed, max_seqlen):
+        case = make_case((32, 1, 31, 16), head_dim=16)
+        after = case.with_rows(changed, 2.0)
+        before, after = (self.attention(c, max_seqlen=max_seqlen) for c in (case, after))
+        ((start, end),) = [s for s in case.segments if s[0] <= changed < s[1]]
+        moved = (before != after).any(axis=(1, 2))
+        np.testing.assert_array_equal(np.flatnonzero(moved), np.arange(start, end))
+
+    @both_kernels
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    def test_a_broken_segment_breaks_no_other(self, value, max_seqlen):
+        case = make_case((32, 1, 31, 16), head_dim=16)
+        start, end = case.segments[2]
+        cos, sin = case.cos.copy(), case.sin.copy()
+        cos[start:end] = sin[start:end] = value
+        broken = dataclasses.replace(case.with_rows(slice(start, end), value), cos=cos, sin=sin)
+        before, after = (self.attention(c, max_seqlen=max_seqlen) for c in (case, broken))
+        assert np.isnan(after[start:end]).all()
+        before[start:end] = after[start:end] = 0
+        assert_same_bits(before, after)
+
+    # ---- the same bits ----
+
+    @both_kernels
+    @pytest.mark.parametrize("fuse", ["qk", "q", "none"])
+    def test_packed_equals_separate(self, fuse, max_seqlen):
+        case = make_case(LENGTHS, trailing=3)
+        separate = self.attention(case, max_seqlen=max_seqlen, fuse=fuse)
+        packed = self.attention(case, packed=True, max_seqlen=max_seqlen, fuse=fuse)
+        assert_same_bits(separate, packed)
+
+    @both_kernels
+    def test_same_inputs_same_bits(self, max_seqlen):
+        case = make_case(LENGTHS, trailing=3)
+        first = self.attention(case, max_seqlen=max_seqlen)
+        for _ in range(2):
+            assert_same_bits(first, self.attention(case, max_seqlen=max_seqlen))
+
+    @pytest.mark.parametrize("fuse", ["qk", "q"])
+    @pytest.mark.parametrize("length", [29, 150])
+    def test_a_segment_gives_the_same_bits_wherever_it_stands(self, length, fuse):
+        alone = make_case([length], head_dim=16)
+        among = make_case((5, 32, length, 1), head_dim=16, leading=3, trailing=11, seed=1)
+        start, end = among.segments[2]
+        for whole, part in zip(among.packed[:3], alone.packed[:3], strict=True):
+            whole[start:end] = part
+        options = {"max_seqlen": length, "fuse": fuse}
+        assert_same_bits(
+            self.attention(among, **options)[start:end], self.attention(alone, **options)
+        )
+
+    # ---- hostile values of cu_seqlens ----
+
+    @pytest.mark.parametrize("max_seqlen", [16, WINDOW, STREAM])
+    @given(
+        cu_seqlens=st.lists(
+            st.integers(-3, 40) | st.integers(-(2**31), 2**31 - 1), min_size=5, max_size=5
+        )
+    )
+    @settings(max_examples=40)
+    def test_any_cu_seqlens_is_safe(self, cu_seqlens, max_seqlen):
+        case = cut(cu_seqlens, tokens=30, head_dim=16, dtype="float32", heads=1)
+        result = self.attention(case, max_seqlen=max_seqlen)
+        assert result.shape == (30, 1, 16)
+        # Every row is a mean of rows of v, or refused because the bound is broken; memory that
+        # nothing was written to is NaN here (see the adapters).
+        largest = np.abs(case.qkv[:, 2]).max() * (1 + 1e-5)
+        refused = np.isnan(result)
+        assert ((np.abs(result) <= largest) | refused).all()
+        if max_seqlen >= 30:
+            assert not refused.any()
+
+    @pytest.mark.parametrize("extreme", [(-(2**31), 2**31 - 1), (2**31 - 1, -(2**31), 30)], ids=str)
+    def test_extreme_cu_seqlens_without_a_bound_are_safe(self, extreme):
+        case = cut(extreme, tokens=30, head_dim=16, dtype="float32", heads=1)
+        result = self.attention(case, max_seqlen=None)
+        largest = np.abs(case.qkv[:, 2]).max() * (1 + 1e-5)
+        assert ((np.abs(result) <= largest) | np.isnan(result)).all()
+
+    @given(
+        cu_seqlens=st.lists(st.integers(-1, 12), min_size=1, max_size=4),
+        max_seqlen=st.none() | st.integers(0, 12),
+    )
+    def test_check_cu_seqlens_passes_exactly_what_is_legal(self, cu_seqlens, max_seqlen):
+        lengths = np.diff(cu_seqlens)
+        legal = (
+            0 <= min(cu_seqlens)
+            and max(cu_seqlens) <= 10
+            and (lengths >= 0).all()
+            and (max_seqlen is None or (lengths <= max_seqlen).all())
+        )
+        cu_seqlens = np.array(cu_seqlens, np.int32)
+        if legal:
+            self.check_cu_seqlens(cu_seqlens, 10, max_seqlen)
+        else:
+            with pytest.raises(ValueError, match="cu_seqlens|segment"):
+                self.check_cu_seqlens(cu_seqlens, 10, max_seqlen)

@@ -1,0 +1,12 @@
+"""Both implementations in Pallas: the kernel compiled on a GPU, interpreted on a CPU."""
+
+from tests.kernel_contract import KernelContract
+from tests.pallas_kernels.adapter import JaxAdapter
+
+
+class TestKernel(JaxAdapter, KernelContract):
+    implementation = "triton"
+
+
+class TestReference(JaxAdapter, KernelContract):
+    implementation = "reference"

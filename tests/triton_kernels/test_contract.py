@@ -1,0 +1,12 @@
+"""Both implementations in PyTorch: the kernel compiled on a GPU, interpreted on a CPU."""
+
+from tests.kernel_contract import KernelContract
+from tests.triton_kernels.adapter import TorchAdapter
+
+
+class TestKernel(TorchAdapter, KernelContract):
+    implementation = "triton"
+
+
+class TestReference(TorchAdapter, KernelContract):
+    implementation = "reference"
