@@ -50,10 +50,10 @@ def fused_rope_attention(
             before the first and behind the last are padding.
         max_seqlen: static upper bound on a segment's length. None: read from cu_seqlens, which must
             then not be traced. Rows of a segment that is longer come out right or NaN, never wrong.
-        scale: static factor of the logits; default head_dim ** -0.5.
+        scale: static, positive factor of the logits; default head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice,
-            else "q".
+            else "none".
         implementation: "triton" is the kernel on Pallas' Triton backend (on a CPU: in Pallas'
             interpreter), "reference" plain jnp; "auto" the kernel where the computation runs on a
             CUDA GPU, else the reference.
@@ -119,7 +119,7 @@ def _plan(
     implementation: str,
 ) -> tuple[_Plan, tuple[jax.Array, jax.Array, jax.Array]]:
     cos, sin, cu_seqlens = (jnp.asarray(x) for x in (cos, sin, cu_seqlens))
-    check_arguments(arrays, names, cos, sin, cu_seqlens, max_seqlen, fuse)
+    check_arguments(arrays, names, cos, sin, cu_seqlens, max_seqlen, scale, fuse)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     if max_seqlen is None:
@@ -127,7 +127,7 @@ def _plan(
             raise ValueError("max_seqlen must be given where cu_seqlens is traced (under jit)")
         max_seqlen = int(np.diff(np.asarray(cu_seqlens), prepend=0).max())
     if fuse == "auto":
-        fuse = "qk" if max_seqlen <= window_limit(arrays[0].dtype) else "q"
+        fuse = "qk" if max_seqlen <= window_limit(arrays[0].dtype) else "none"
     scale = arrays[0].shape[-1] ** -0.5 if scale is None else float(scale)
     return _Plan(max_seqlen, scale, fuse, implementation), (cos, sin, cu_seqlens)
 
@@ -140,7 +140,7 @@ def _attention(
     sin: jax.Array,
     cu_seqlens: jax.Array,
 ) -> jax.Array:
-    """qkv is one packed [tokens, 3, heads, head_dim], or q, k, v [tokens, 1, heads, head_dim]."""
+    """Qkv is one packed [tokens, 3, heads, head_dim], or q, k, v [tokens, 1, heads, head_dim]."""
     tokens, _, heads, head_dim = qkv[0].shape
     if qkv[0].size == 0 or cu_seqlens.shape[0] == 1:
         return jnp.zeros((tokens, heads, head_dim), qkv[0].dtype)

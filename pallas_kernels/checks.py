@@ -1,5 +1,7 @@
 """What the public functions accept, said in one place, and said clearly when it is not met."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,7 @@ def check_arguments(
     sin: jax.Array,
     cu_seqlens: jax.Array,
     max_seqlen: int | None,
+    scale: float | None,
     fuse: str,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
@@ -77,6 +80,8 @@ def check_arguments(
     _check_cu_seqlens_form(cu_seqlens)
     if max_seqlen is not None and (not isinstance(max_seqlen, int) or max_seqlen < 0):
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
     if fuse not in FUSE:
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
 

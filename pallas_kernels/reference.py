@@ -59,9 +59,7 @@ def rope_attention_reference(
         start, end = bounds[segment], bounds[segment + 1]
         first = start + i * block
         visited = (first < end) & (end - start <= longest)
-        return jax.lax.cond(
-            visited, attend, lambda out, *_: out, out, start, end, first
-        ), None
+        return jax.lax.cond(visited, attend, lambda out, *_: out, out, start, end, first), None
 
     blocks = -(-longest // block)
     places = jnp.divmod(jnp.arange(segments * blocks), blocks)
@@ -78,7 +76,7 @@ def rope_attention_reference(
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, key_mask: jax.Array, scale: float
 ) -> jax.Array:
-    """q [rows, heads, head_dim], k and v [keys, heads, head_dim], at least one key unmasked."""
+    """Q [rows, heads, head_dim], k and v [keys, heads, head_dim], at least one key unmasked."""
     precision = jax.lax.Precision.HIGHEST
     logits = jnp.einsum(
         "qhd,khd->hqk", q, k, precision=precision, preferred_element_type=jnp.float32

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.tiles import (
     Head,
     Ref,
+    Rows,
     Scalar,
     interleave,
     load_angles,
@@ -19,7 +20,7 @@ from pallas_kernels.tiles import (
 
 
 def rotate_kernel(
-    # arrays; x [tokens, parts, heads, head_dim], out [tokens, len(parts), heads, head_dim]
+    # x is [tokens, parts, heads, head_dim], out has only the parts that are rotated
     x_ref: Ref, cos_ref: Ref, sin_ref: Ref, out_ref: Ref,
     *,
     # the parts of x that are rotated
@@ -35,20 +36,18 @@ def rotate_kernel(
     groups = pl.cdiv(heads, group)
     first = (pl.program_id(0) // groups) * block
     first_head = (pl.program_id(0) % groups) * group
-    mask = jnp.arange(block, dtype=jnp.int32) < tokens - first
+    rows = Rows(first, block, jnp.arange(block, dtype=jnp.int32) < tokens - first)
 
     def rotate_columns(first_column: int, width: int) -> None:
-        cos, sin = load_angles(cos_ref, sin_ref, first, mask, first_column, width, rotary_dim)
+        cos, sin = load_angles(cos_ref, sin_ref, rows, first_column, width, rotary_dim)
         for out_part, part in enumerate(parts):
 
             def rotate_head(i: Scalar, _: None, part: int = part, out_part: int = out_part) -> None:
                 x = Head(x_ref, part, first_head + i)
-                y1, y2 = load_pairs(
-                    x, first, mask, cos, sin, first_column, width, head_dim, rotary_dim
-                )
+                y1, y2 = load_pairs(x, rows, cos, sin, first_column, width, head_dim, rotary_dim)
                 y = interleave(y1.astype(out_ref.dtype), y2.astype(out_ref.dtype))
                 out = Head(out_ref, out_part, first_head + i)
-                store_columns(out, first, mask, y, first_column, width, head_dim)
+                store_columns(out, rows, y, first_column, width, head_dim)
 
             jax.lax.fori_loop(0, jnp.minimum(group, heads - first_head), rotate_head, None)
 

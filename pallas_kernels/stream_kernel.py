@@ -5,6 +5,8 @@ segment that reaches into its block. So every row of the result is written by ex
 the grid needs no bound on a segment's length, and long and short segments share one launch.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -12,6 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.tiles import (
     Head,
     Ref,
+    Rows,
     Scalar,
     dot,
     load_angles,
@@ -23,7 +26,7 @@ from pallas_kernels.tiles import (
 
 
 def stream_kernel(
-    # arrays; q, k and v [tokens, parts, heads, head_dim], out [tokens, 1, heads, head_dim]
+    # q, k and v are [tokens, parts, heads, head_dim], out is [tokens, 1, heads, head_dim]
     q_ref: Ref, k_ref: Ref, v_ref: Ref,
     cos_ref: Ref, sin_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
     *,
@@ -53,15 +56,16 @@ def stream_kernel(
     )
     out_head = Head(out_ref, 0, head)
 
-    mask = token < block_end
-    cos, sin = load_angles(cos_ref, sin_ref, block_start, mask, 0, main, rotary_dim)
+    rows = Rows(block_start, block, token < block_end)
+    cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
     q = load_rotary(
-        q_head, block_start, mask, cos, sin, 0, main, head_dim, rotary_dim, rotate_q
+        q_head, rows, cos, sin, 0, main, head_dim, rotary_dim, rotate_q
     )  # [block, main]
+    q_tail = None
     if tail > 0:
-        cos, sin = load_angles(cos_ref, sin_ref, block_start, mask, main, tail, rotary_dim)
+        cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
         q_tail = load_rotary(
-            q_head, block_start, mask, cos, sin, main, tail, head_dim, rotary_dim, rotate_q
+            q_head, rows, cos, sin, main, tail, head_dim, rotary_dim, rotate_q
         )  # [block, tail]
 
     def attend(segment: Scalar, covered: jax.Array) -> jax.Array:
@@ -72,50 +76,32 @@ def stream_kernel(
         acc = jnp.zeros((block, main), jnp.float32)
         acc_tail = jnp.zeros((block, tail), jnp.float32) if tail > 0 else None
 
-        def visit(i: Scalar, carry: tuple) -> tuple:
-            row_max, row_sum, acc, acc_tail = carry
-            first_key = start + i * block_k
-            key_mask = jnp.arange(block_k, dtype=jnp.int32) < keys - i * block_k
-            cos, sin = load_angles(cos_ref, sin_ref, first_key, key_mask, 0, main, rotary_dim)
-            k = load_rotary(
-                k_head, first_key, key_mask, cos, sin, 0, main, head_dim, rotary_dim, rotate_k
-            )  # [block_k, main]
-            logits = dot(q, k.T)  # [block, block_k]
-            if tail > 0:
-                cos, sin = load_angles(
-                    cos_ref, sin_ref, first_key, key_mask, main, tail, rotary_dim
-                )
-                k = load_rotary(
-                    k_head, first_key, key_mask, cos, sin, main, tail, head_dim, rotary_dim,
-                    rotate_k,
-                )  # [block_k, tail]  # fmt: skip
-                logits = dot(q_tail, k.T, logits)
-
-            logits = jnp.where(key_mask[None, :], logits, -jnp.inf)
-            new_max = jnp.maximum(row_max, jnp.max(logits, axis=1) * scale_log2)
-            p = jnp.exp2(logits * scale_log2 - new_max[:, None])
-            decay = jnp.exp2(row_max - new_max)
-            row_sum = row_sum * decay + jnp.sum(p, axis=1)
-            row_max = new_max
-            p = p.astype(dtype)
-
-            v = load_columns(v_head, first_key, key_mask, 0, main, head_dim)
-            acc = dot(p, v, acc * decay[:, None])
-            if tail > 0:
-                v = load_columns(v_head, first_key, key_mask, main, tail, head_dim)
-                acc_tail = dot(p, v, acc_tail * decay[:, None])
-            return row_max, row_sum, acc, acc_tail
-
-        carry = (row_max, row_sum, acc, acc_tail)
-        _, row_sum, acc, acc_tail = jax.lax.fori_loop(0, pl.cdiv(keys, block_k), visit, carry)
+        visit = functools.partial(
+            visit_keys, k_head, v_head, cos_ref, sin_ref, scale_log2, q, q_tail,
+            main=main, tail=tail, rotate_k=rotate_k,
+        )  # fmt: skip
+        # Whole blocks of keys need no mask; what is left over is one block more.
+        whole, rest = keys // block_k, keys % block_k
+        state = jax.lax.fori_loop(
+            0,
+            whole,
+            lambda i, state: visit(Rows(start + i * block_k, block_k, None), state),
+            (row_max, row_sum, acc, acc_tail),
+        )
+        key_mask = jnp.arange(block_k, dtype=jnp.int32) < rest
+        last = Rows(start + whole * block_k, block_k, key_mask)
+        _, row_sum, acc, acc_tail = jax.lax.cond(
+            rest > 0, lambda state: visit(last, state), lambda state: state, state
+        )
 
         mask = (token >= start) & (token < end) & (token < block_end)
         rescale = (1.0 / jnp.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
+        out_rows = rows._replace(mask=mask)
         out = (acc * rescale).astype(dtype)
-        store_columns(out_head, block_start, mask, out, 0, main, head_dim)
+        store_columns(out_head, out_rows, out, 0, main, head_dim)
         if tail > 0:
             out = (acc_tail * rescale).astype(dtype)
-            store_columns(out_head, block_start, mask, out, main, tail, head_dim)
+            store_columns(out_head, out_rows, out, main, tail, head_dim)
         return covered | mask
 
     first_segment = jnp.maximum(last_start_at(cu_seqlens_ref, block_start, segments), 0)
@@ -124,12 +110,48 @@ def stream_kernel(
     covered = jax.lax.fori_loop(first_segment, last_segment + 1, attend, covered)
 
     # Tokens of no segment.
-    mask = (token < block_end) & ~covered
-    zeros = jnp.zeros((block, main), dtype)
-    store_columns(out_head, block_start, mask, zeros, 0, main, head_dim)
+    rows = rows._replace(mask=(token < block_end) & ~covered)
+    store_columns(out_head, rows, jnp.zeros((block, main), dtype), 0, main, head_dim)
     if tail > 0:
-        zeros = jnp.zeros((block, tail), dtype)
-        store_columns(out_head, block_start, mask, zeros, main, tail, head_dim)
+        store_columns(out_head, rows, jnp.zeros((block, tail), dtype), main, tail, head_dim)
+
+
+def visit_keys(
+    k_head: Head, v_head: Head, cos_ref: Ref, sin_ref: Ref, scale_log2: float,
+    # the query tile, the rows of the key tile, and the state of the online softmax
+    q: jax.Array, q_tail: jax.Array | None, rows: Rows, state: tuple,
+    *,
+    main: int, tail: int, rotate_k: bool,
+) -> tuple:  # fmt: skip
+    """Fold one block of keys into the online softmax."""
+    head_dim, rotary_dim = k_head.ref.shape[-1], 2 * cos_ref.shape[1]
+    row_max, row_sum, acc, acc_tail = state
+    cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
+    k = load_rotary(
+        k_head, rows, cos, sin, 0, main, head_dim, rotary_dim, rotate_k
+    )  # [block_k, main]
+    logits = dot(q, k.T)  # [block, block_k]
+    if tail > 0:
+        cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
+        k_tail = load_rotary(
+            k_head, rows, cos, sin, main, tail, head_dim, rotary_dim, rotate_k
+        )  # [block_k, tail]
+        logits = dot(q_tail, k_tail.T, logits)
+    if rows.mask is not None:
+        logits = jnp.where(rows.mask[None, :], logits, -jnp.inf)
+
+    new_max = jnp.maximum(row_max, jnp.max(logits, axis=1) * scale_log2)
+    p = jnp.exp2(logits * scale_log2 - new_max[:, None])
+    decay = jnp.exp2(row_max - new_max)
+    row_sum = row_sum * decay + jnp.sum(p, axis=1)
+    p = p.astype(k.dtype)
+
+    v = load_columns(v_head, rows, 0, main, head_dim)  # [block_k, main]
+    acc = dot(p, v, acc * decay[:, None])
+    if tail > 0:
+        v_tail = load_columns(v_head, rows, main, tail, head_dim)
+        acc_tail = dot(p, v_tail, acc_tail * decay[:, None])
+    return new_max, row_sum, acc, acc_tail
 
 
 def last_start_at(cu_seqlens_ref: Ref, token: Scalar, segments: int) -> Scalar:

@@ -32,6 +32,14 @@ class Head(NamedTuple):
     head: Scalar
 
 
+class Rows(NamedTuple):
+    """The rows of a tile: the first, how many, and which of them count (None: all)."""
+
+    first: Scalar
+    count: int
+    mask: jax.Array | None
+
+
 def dot(a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
     """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
@@ -46,14 +54,14 @@ def segment_bounds(cu_seqlens_ref: Ref, segment: Scalar, tokens: int) -> tuple[S
     return start, end
 
 
-def _window(x: Head | Ref, first_row: Scalar, rows: int, columns: pl.Slice | jax.Array) -> Ref:
+def _window(x: Head | Ref, rows: Rows, columns: pl.Slice | jax.Array) -> Ref:
     """The part of a ref that a tile covers; columns are a slice, or a vector of indices."""
     prefix = (np.int32(x.part), x.head) if isinstance(x, Head) else ()
     ref = x.ref if isinstance(x, Head) else x
     if isinstance(columns, pl.Slice):
-        return ref.at[pl.ds(first_row, rows), *prefix, columns]
-    shape = (rows, columns.shape[0])
-    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + first_row
+        return ref.at[pl.ds(rows.first, rows.count), *prefix, columns]
+    shape = (rows.count, columns.shape[0])
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + rows.first
     return ref.at[row, *prefix, jnp.broadcast_to(columns[None, :], shape)]
 
 
@@ -65,28 +73,33 @@ def _columns(first: int, width: int, limit: int) -> tuple[pl.Slice | jax.Array, 
     return column, column < limit
 
 
-def _and(row_mask: jax.Array, column_mask: jax.Array | None) -> jax.Array:
-    mask = row_mask[:, None]
-    return mask if column_mask is None else mask & column_mask[None, :]
+def _mask(rows: Rows, column_mask: jax.Array | None) -> jax.Array | None:
+    if column_mask is None:
+        return None if rows.mask is None else rows.mask[:, None]
+    return column_mask[None, :] if rows.mask is None else rows.mask[:, None] & column_mask[None, :]
 
 
-def load_columns(x: Head, first_row: Scalar, row_mask: jax.Array, first: int, width: int,
-                 head_dim: int) -> jax.Array:  # fmt: skip
+def _load(window: Ref, mask: jax.Array | None, other: float) -> jax.Array:
+    return plgpu.load(window, mask=mask, other=None if mask is None else other)
+
+
+def load_columns(x: Head, rows: Rows, first: int, width: int, head_dim: int) -> jax.Array:
     """Columns first .. first + width of some rows; zero where masked or past head_dim."""
     columns, column_mask = _columns(first, width, head_dim)
-    window = _window(x, first_row, row_mask.shape[0], columns)
-    return plgpu.load(window, mask=_and(row_mask, column_mask), other=0.0)
+    return _load(_window(x, rows, columns), _mask(rows, column_mask), 0.0)
 
 
-def store_columns(x: Head, first_row: Scalar, row_mask: jax.Array, tile: jax.Array, first: int,
-                  width: int, head_dim: int) -> None:  # fmt: skip
+def store_columns(
+    x: Head, rows: Rows, tile: jax.Array, first: int, width: int, head_dim: int
+) -> None:
     """The inverse of load_columns."""
     columns, column_mask = _columns(first, width, head_dim)
-    window = _window(x, first_row, row_mask.shape[0], columns)
-    plgpu.store(window, tile, mask=_and(row_mask, column_mask))
+    plgpu.store(_window(x, rows, columns), tile, mask=_mask(rows, column_mask))
 
 
-def pair_columns(first: int, width: int, head_dim: int, rotary_dim: int) -> tuple[Any, Any, Any]:
+def pair_columns(
+    first: int, width: int, head_dim: int, rotary_dim: int
+) -> tuple[pl.Slice | jax.Array, pl.Slice | jax.Array, jax.Array | None]:
     """The two columns of each pair first .. first + width, and the mask of the pairs that exist.
 
     Rotary pairs are (i, i + rotary_dim / 2). The dims that pass unrotated form pairs of the same
@@ -101,27 +114,24 @@ def pair_columns(first: int, width: int, head_dim: int, rotary_dim: int) -> tupl
     return column, partner, pair < head_dim // 2
 
 
-def load_angles(cos_ref: Ref, sin_ref: Ref, first_row: Scalar, row_mask: jax.Array, first: int,
-                width: int, rotary_dim: int) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+def load_angles(
+    cos_ref: Ref, sin_ref: Ref, rows: Rows, first: int, width: int, rotary_dim: int
+) -> tuple[jax.Array, jax.Array]:
     """cos and sin [rows, width / 2] for the rotated tile of columns first .. first + width."""
     columns, column_mask = _columns(first // 2, width // 2, rotary_dim // 2)
-    mask = _and(row_mask, column_mask)
-    rows = row_mask.shape[0]
-    cos = plgpu.load(_window(cos_ref, first_row, rows, columns), mask=mask, other=1.0)
-    sin = plgpu.load(_window(sin_ref, first_row, rows, columns), mask=mask, other=0.0)
+    mask = _mask(rows, column_mask)
+    cos = _load(_window(cos_ref, rows, columns), mask, 1.0)
+    sin = _load(_window(sin_ref, rows, columns), mask, 0.0)
     return cos, sin
 
 
-def load_pairs(x: Head, first_row: Scalar, row_mask: jax.Array, cos: jax.Array, sin: jax.Array,
-               first: int, width: int, head_dim: int,
-               rotary_dim: int) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+def load_pairs(x: Head, rows: Rows, cos: jax.Array, sin: jax.Array, first: int, width: int,
+               head_dim: int, rotary_dim: int) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The two halves [rows, width / 2] of a tile, rotated in fp32: x1 c - x2 s, x2 c + x1 s."""
     column, partner, column_mask = pair_columns(first // 2, width // 2, head_dim, rotary_dim)
-    mask = _and(row_mask, column_mask)
-    rows = row_mask.shape[0]
-    x1 = plgpu.load(_window(x, first_row, rows, column), mask=mask, other=0.0)
-    x2 = plgpu.load(_window(x, first_row, rows, partner), mask=mask, other=0.0)
-    x1, x2 = x1.astype(jnp.float32), x2.astype(jnp.float32)
+    mask = _mask(rows, column_mask)
+    x1 = _load(_window(x, rows, column), mask, 0.0).astype(jnp.float32)
+    x2 = _load(_window(x, rows, partner), mask, 0.0).astype(jnp.float32)
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
 
 
@@ -130,12 +140,10 @@ def interleave(y1: jax.Array, y2: jax.Array) -> jax.Array:
     return jnp.stack([y1, y2], axis=-1).reshape(y1.shape[0], 2 * y1.shape[1])
 
 
-def load_rotary(x: Head, first_row: Scalar, row_mask: jax.Array, cos: jax.Array, sin: jax.Array,
-                first: int, width: int, head_dim: int, rotary_dim: int,
-                rotate: bool) -> jax.Array:  # fmt: skip
+def load_rotary(x: Head, rows: Rows, cos: jax.Array, sin: jax.Array, first: int, width: int,
+                head_dim: int, rotary_dim: int, rotate: bool) -> jax.Array:  # fmt: skip
     """A tile of Q or K in paired order: rotated here, or read as rotate_kernel left it."""
     if not rotate:
-        return load_columns(x, first_row, row_mask, first, width, head_dim)
-    y1, y2 = load_pairs(x, first_row, row_mask, cos, sin, first, width, head_dim, rotary_dim)
-    dtype = x.ref.dtype
-    return interleave(y1.astype(dtype), y2.astype(dtype))
+        return load_columns(x, rows, first, width, head_dim)
+    y1, y2 = load_pairs(x, rows, cos, sin, first, width, head_dim, rotary_dim)
+    return interleave(y1.astype(x.ref.dtype), y2.astype(x.ref.dtype))

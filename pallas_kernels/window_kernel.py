@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.tiles import (
     Head,
     Ref,
+    Rows,
     Scalar,
     dot,
     load_angles,
@@ -21,7 +22,7 @@ from pallas_kernels.tiles import (
 
 
 def window_kernel(
-    # arrays; q, k and v [tokens, parts, heads, head_dim], out [tokens, 1, heads, head_dim]
+    # q, k and v are [tokens, parts, heads, head_dim], out is [tokens, 1, heads, head_dim]
     q_ref: Ref, k_ref: Ref, v_ref: Ref,
     cos_ref: Ref, sin_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
     *,
@@ -50,49 +51,49 @@ def window_kernel(
 
     start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
     length = end - start
-    mask = jnp.arange(block, dtype=jnp.int32) < length
+    rows = Rows(start, block, jnp.arange(block, dtype=jnp.int32) < length)
 
     # Q and K are rotated outside the branch that multiplies them. Within one block of code the
     # compiler moves the layout of the product's operand up to the loads and converts q, cos and
     # sin through shared memory one by one: 134 registers a thread in place of 88.
-    cos, sin = load_angles(cos_ref, sin_ref, start, mask, 0, main, rotary_dim)  # [block, main / 2]
+    cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)  # [block, main / 2]
     q = load_rotary(
-        q_head, start, mask, cos, sin, 0, main, head_dim, rotary_dim, rotate_q
+        q_head, rows, cos, sin, 0, main, head_dim, rotary_dim, rotate_q
     )  # [block, main]
     k = load_rotary(
-        k_head, start, mask, cos, sin, 0, main, head_dim, rotary_dim, rotate_k
+        k_head, rows, cos, sin, 0, main, head_dim, rotary_dim, rotate_k
     )  # [block, main]
     if tail > 0:
-        cos, sin = load_angles(cos_ref, sin_ref, start, mask, main, tail, rotary_dim)
+        cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
         q_tail = load_rotary(
-            q_head, start, mask, cos, sin, main, tail, head_dim, rotary_dim, rotate_q
+            q_head, rows, cos, sin, main, tail, head_dim, rotary_dim, rotate_q
         )  # [block, tail]
         k_tail = load_rotary(
-            k_head, start, mask, cos, sin, main, tail, head_dim, rotary_dim, rotate_k
+            k_head, rows, cos, sin, main, tail, head_dim, rotary_dim, rotate_k
         )  # [block, tail]
 
     # V is on its way while Q meets K. (Loaded further down, ptxas 12.8 gets the address of the
     # second of two products with V wrong; the GPU tests would show it.)
-    v = load_columns(v_head, start, mask, 0, main, head_dim)  # [block, main]
+    v = load_columns(v_head, rows, 0, main, head_dim)  # [block, main]
     if tail > 0:
-        v_tail = load_columns(v_head, start, mask, main, tail, head_dim)  # [block, tail]
+        v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block, tail]
 
     @pl.when((length > 0) & (length <= block))
     def _attend() -> None:
         logits = dot(q, k.T)  # [block, block]
         if tail > 0:
             logits = dot(q_tail, k_tail.T, logits)
-        logits = jnp.where(mask[None, :], logits, -jnp.inf)
+        logits = jnp.where(rows.mask[None, :], logits, -jnp.inf)
         row_max = jnp.max(logits, axis=1) * scale_log2
         p = jnp.exp2(logits * scale_log2 - row_max[:, None])
         rescale = (1.0 / jnp.sum(p, axis=1))[:, None]
         p = p.astype(dtype)
 
         out = (dot(p, v) * rescale).astype(dtype)
-        store_columns(out_head, start, mask, out, 0, main, head_dim)
+        store_columns(out_head, rows, out, 0, main, head_dim)
         if tail > 0:
             out = (dot(p, v_tail) * rescale).astype(dtype)
-            store_columns(out_head, start, mask, out, main, tail, head_dim)
+            store_columns(out_head, rows, out, main, tail, head_dim)
 
     # A segment that breaks the promise of max_seqlen must not pass for a result.
     @pl.when(length > block)
@@ -113,12 +114,12 @@ def fill_rows(out: Head, start: Scalar, end: Scalar, step: int, value: float, ma
     head_dim, dtype = out.ref.shape[-1], out.ref.dtype
 
     def fill(i: Scalar, _: None) -> None:
-        first_row = start + i * step
-        mask = jnp.arange(block, dtype=jnp.int32) < end - first_row
+        first = start + i * step
+        rows = Rows(first, block, jnp.arange(block, dtype=jnp.int32) < end - first)
         x = jnp.full((block, main), value, dtype)
-        store_columns(out, first_row, mask, x, 0, main, head_dim)
+        store_columns(out, rows, x, 0, main, head_dim)
         if tail > 0:
             x = jnp.full((block, tail), value, dtype)
-            store_columns(out, first_row, mask, x, main, tail, head_dim)
+            store_columns(out, rows, x, main, tail, head_dim)
 
     jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(end - start, 0), step), fill, None)

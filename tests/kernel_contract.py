@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.kernel_cases import assert_accurate, assert_same_bits, exact, make_case
@@ -52,27 +52,44 @@ class KernelContract:
     @both_kernels
     @pytest.mark.parametrize("head_dim", [8, 56, 64, 72, 80, 96, 128, 256])
     def test_every_head_dim(self, head_dim, max_seqlen):
-        case = make_case(LENGTHS, head_dim=head_dim, leading=2, trailing=3)
+        case = make_case(LENGTHS, head_dim=head_dim, trailing=3)
         assert_accurate(self.attention(case, max_seqlen=max_seqlen), case)
 
     @both_kernels
-    @pytest.mark.parametrize("dtype", ["float16", "float32"])
-    @pytest.mark.parametrize(("head_dim", "fuse"), [(80, "qk"), (72, "q"), (80, "none")])
+    @pytest.mark.parametrize(
+        ("dtype", "head_dim", "fuse"),
+        [
+            ("float16", 80, "qk"),
+            ("float16", 64, "none"),
+            ("float32", 80, "qk"),
+            ("float32", 72, "q"),
+        ],
+    )
     def test_every_dtype(self, dtype, head_dim, fuse, max_seqlen):
         case = make_case(LENGTHS, dtype=dtype, head_dim=head_dim, trailing=3)
         assert_accurate(self.attention(case, max_seqlen=max_seqlen, fuse=fuse), case)
 
     @both_kernels
     @pytest.mark.parametrize("fuse", ["qk", "q", "none"])
-    @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 80), (80, 40), (128, 2)])
-    def test_every_fusion_and_partial_rotation(self, fuse, head_dim, rotary_dim, max_seqlen):
-        case = make_case(LENGTHS, head_dim=head_dim, rotary_dim=rotary_dim)
-        assert_accurate(self.attention(case, max_seqlen=max_seqlen, fuse=fuse), case)
+    def test_every_fusion_packed_equals_separate(self, fuse, max_seqlen):
+        case = make_case(LENGTHS, trailing=3)
+        separate = self.attention(case, max_seqlen=max_seqlen, fuse=fuse)
+        packed = self.attention(case, packed=True, max_seqlen=max_seqlen, fuse=fuse)
+        assert_accurate(separate, case)
+        assert_same_bits(separate, packed)
 
-    @pytest.mark.parametrize("rotary_dim", [72, 64, 20])
-    def test_rotation_that_ends_in_either_part_of_a_split_head(self, rotary_dim):
-        case = make_case(LENGTHS, head_dim=72, rotary_dim=rotary_dim, dtype="float32")
-        assert_accurate(self.attention(case, max_seqlen=WINDOW), case)
+    @pytest.mark.parametrize(
+        ("head_dim", "rotary_dim", "fuse", "max_seqlen"),
+        [
+            (80, 40, "qk", WINDOW),
+            (80, 40, "none", STREAM),
+            (80, 70, "q", WINDOW),  # 80 = 64 + 16: ends in the second part
+            (128, 2, "qk", STREAM),
+        ],
+    )
+    def test_partial_rotation(self, head_dim, rotary_dim, fuse, max_seqlen):
+        case = make_case(LENGTHS, head_dim=head_dim, rotary_dim=rotary_dim, dtype="float32")
+        assert_accurate(self.attention(case, max_seqlen=max_seqlen, fuse=fuse), case)
 
     @pytest.mark.parametrize("lengths", [(64, 63, 17), (128, 100)], ids=str)
     def test_windows_of_an_image(self, lengths):
@@ -85,18 +102,17 @@ class KernelContract:
         assert_accurate(self.attention(case, max_seqlen=170), case)
 
     def test_logits_far_from_zero(self):
-        case = make_case(LENGTHS, dtype="float32")
+        case = make_case(LENGTHS, dtype="float32", head_dim=16)
         case = dataclasses.replace(case, qkv=case.qkv * np.float32([12, 12, 1])[:, None, None])
         for max_seqlen in (WINDOW, STREAM):
             result = self.attention(case, max_seqlen=max_seqlen)
             assert np.abs(result - exact(case)).max() < 1e-3
 
     @both_kernels
-    @pytest.mark.parametrize("scale", [0.3, 1, 0.0, -0.2])
-    def test_scale(self, scale, max_seqlen):
-        case = make_case(LENGTHS, dtype="float32")
-        result = self.attention(case, max_seqlen=max_seqlen, scale=scale)
-        assert_accurate(result, case, scale=scale)
+    def test_scale(self, max_seqlen):
+        case = make_case(LENGTHS, dtype="float32", head_dim=16)
+        result = self.attention(case, max_seqlen=max_seqlen, scale=1)
+        assert_accurate(result, case, scale=1)
 
     # ---- segments ----
 
@@ -116,7 +132,7 @@ class KernelContract:
         leading=st.integers(0, 32),
         seed=st.integers(0, 99),
     )
-    @settings(max_examples=15)
+    @settings(max_examples=12)
     def test_any_segments(self, cuts, leading, seed, max_seqlen):
         cu_seqlens = np.minimum(np.cumsum([leading, *cuts]), 64)
         case = cut(cu_seqlens, tokens=64, head_dim=16, dtype="float32", seed=seed)
@@ -128,9 +144,8 @@ class KernelContract:
 
     @both_kernels
     def test_one_segment(self, max_seqlen):
-        for length in (1, 32):
-            case = make_case([length], head_dim=16)
-            assert_accurate(self.attention(case, max_seqlen=max_seqlen), case)
+        case = make_case([32], head_dim=16)
+        assert_accurate(self.attention(case, max_seqlen=max_seqlen), case)
 
     @pytest.mark.parametrize("max_seqlen", [None, 0, WINDOW, STREAM])
     @pytest.mark.parametrize("packed", [False, True])
@@ -154,11 +169,8 @@ class KernelContract:
 
     @pytest.mark.parametrize("lengths", [(20, 32, 7), (20, 140, 7)], ids=str)
     def test_max_seqlen_is_found_where_it_is_not_given(self, lengths):
-        case = make_case(lengths, trailing=4)
-        found = self.attention(case, max_seqlen=None)
-        given_ = self.attention(case, max_seqlen=max(lengths))
-        assert_accurate(found, case)
-        assert_same_bits(found, given_)
+        case = make_case(lengths, head_dim=16, trailing=4)
+        assert_accurate(self.attention(case, max_seqlen=None), case)
 
     @pytest.mark.parametrize("max_seqlen", [0, 1, 9, 16, 40, 129])
     def test_rows_of_a_longer_segment_are_right_or_nan(self, max_seqlen):
@@ -202,32 +214,20 @@ class KernelContract:
     # ---- the same bits ----
 
     @both_kernels
-    @pytest.mark.parametrize("fuse", ["qk", "q", "none"])
-    def test_packed_equals_separate(self, fuse, max_seqlen):
-        case = make_case(LENGTHS, trailing=3)
-        separate = self.attention(case, max_seqlen=max_seqlen, fuse=fuse)
-        packed = self.attention(case, packed=True, max_seqlen=max_seqlen, fuse=fuse)
-        assert_same_bits(separate, packed)
-
-    @both_kernels
     def test_same_inputs_same_bits(self, max_seqlen):
-        case = make_case(LENGTHS, trailing=3)
+        case = make_case(LENGTHS, trailing=3, head_dim=64)
         first = self.attention(case, max_seqlen=max_seqlen)
-        for _ in range(2):
-            assert_same_bits(first, self.attention(case, max_seqlen=max_seqlen))
+        assert_same_bits(first, self.attention(case, max_seqlen=max_seqlen))
 
-    @pytest.mark.parametrize("fuse", ["qk", "q"])
     @pytest.mark.parametrize("length", [29, 150])
-    def test_a_segment_gives_the_same_bits_wherever_it_stands(self, length, fuse):
+    def test_a_segment_gives_the_same_bits_wherever_it_stands(self, length):
         alone = make_case([length], head_dim=16)
         among = make_case((5, 32, length, 1), head_dim=16, leading=3, trailing=11, seed=1)
         start, end = among.segments[2]
         for whole, part in zip(among.packed[:3], alone.packed[:3], strict=True):
             whole[start:end] = part
-        options = {"max_seqlen": length, "fuse": fuse}
-        assert_same_bits(
-            self.attention(among, **options)[start:end], self.attention(alone, **options)
-        )
+        together = self.attention(among, max_seqlen=length)[start:end]
+        assert_same_bits(together, self.attention(alone, max_seqlen=length))
 
     # ---- hostile values of cu_seqlens ----
 
@@ -237,7 +237,12 @@ class KernelContract:
             st.integers(-3, 40) | st.integers(-(2**31), 2**31 - 1), min_size=5, max_size=5
         )
     )
-    @settings(max_examples=40)
+    @example(
+        cu_seqlens=[-(2**31), 2**31 - 1, -(2**31), 2**31 - 1, 0]
+    )  # differences overflow 32 bits
+    @example(cu_seqlens=[2**31 - 1, -(2**31), 0, -(2**31), -(2**31)])
+    @example(cu_seqlens=[0, 30, 3, 29, 1])
+    @settings(max_examples=25)
     def test_any_cu_seqlens_is_safe(self, cu_seqlens, max_seqlen):
         case = cut(cu_seqlens, tokens=30, head_dim=16, dtype="float32", heads=1)
         result = self.attention(case, max_seqlen=max_seqlen)
@@ -264,7 +269,7 @@ class KernelContract:
     def test_check_cu_seqlens_passes_exactly_what_is_legal(self, cu_seqlens, max_seqlen):
         lengths = np.diff(cu_seqlens)
         legal = (
-            0 <= min(cu_seqlens)
+            min(cu_seqlens) >= 0
             and max(cu_seqlens) <= 10
             and (lengths >= 0).all()
             and (max_seqlen is None or (lengths <= max_seqlen).all())
@@ -273,5 +278,5 @@ class KernelContract:
         if legal:
             self.check_cu_seqlens(cu_seqlens, 10, max_seqlen)
         else:
-            with pytest.raises(ValueError, match="cu_seqlens|segment"):
+            with pytest.raises(ValueError, match=r"cu_seqlens|segment"):
                 self.check_cu_seqlens(cu_seqlens, 10, max_seqlen)

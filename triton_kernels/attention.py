@@ -50,13 +50,13 @@ def fused_rope_attention(
             before the first and behind the last are padding.
         max_seqlen: upper bound on a segment's length. None: read from cu_seqlens, which waits for
             the GPU. Rows of a segment that is longer come out right or NaN, never wrong.
-        scale: factor of the logits; default head_dim ** -0.5.
+        scale: positive factor of the logits; default head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice,
-            else "q".
-        implementation: "triton" is the kernel (on a CPU: Triton's interpreter, if TRITON_INTERPRET=1
-            was set before Triton was imported), "reference" plain PyTorch; "auto" the kernel where
-            the tensors are on a GPU that runs it, else the reference.
+            else "none".
+        implementation: "triton" is the kernel (on a CPU: Triton's interpreter, if
+            TRITON_INTERPRET=1 was set before Triton was imported), "reference" plain PyTorch;
+            "auto" the kernel where the tensors are on a GPU that runs it, else the reference.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of q, contiguous; exactly 0 for padding.
@@ -66,8 +66,8 @@ def fused_rope_attention(
 
     Differentiable in q, k, v, cos and sin: the backward pass runs through the reference.
     """
+    check_arguments((q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    check_arguments((q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, fuse)
     kernel = _runs_kernel(q, implementation)
     return torch.ops.fused_rope_attention.varlen(
         q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse, kernel
@@ -90,8 +90,8 @@ def fused_rope_attention_qkvpacked(
     That is what a QKV projection writes; it is neither split nor copied. Everything else is as in
     fused_rope_attention.
     """
+    check_arguments((qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse)
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    check_arguments((qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, fuse)
     kernel = _runs_kernel(qkv, implementation)
     return torch.ops.fused_rope_attention.qkvpacked(
         qkv, cos, sin, cu_seqlens, max_seqlen, scale, fuse, kernel
@@ -135,7 +135,7 @@ def _attend(
     if max_seqlen is None:
         max_seqlen = int(cu_seqlens.diff().max())
     if fuse == "auto":
-        fuse = "qk" if max_seqlen <= window_limit(q.dtype) else "q"
+        fuse = "qk" if max_seqlen <= window_limit(q.dtype) else "none"
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(q):
         if fuse == "none":
@@ -196,7 +196,7 @@ def _strides(
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [tokens, heads, head_dim] rotated, in the paired order that the attention kernels read."""
+    """X [tokens, heads, head_dim] rotated, in the paired order that the attention kernels read."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch_rotate(x, out, cos, sin, paired=True)
     return out
@@ -223,7 +223,7 @@ def _attend_packed(qkv: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return _attend(*qkv.unbind(1), *arguments)
 
 
-# ---- registration with torch.library: opaque to torch.compile, differentiable by the reference ----
+# Registration with torch.library: opaque to torch.compile, differentiable by the reference.
 
 _library = torch.library.Library("fused_rope_attention", "DEF")
 _library.define(f"varlen(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> Tensor")

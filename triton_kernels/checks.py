@@ -1,5 +1,7 @@
 """What the public functions accept, said in one place, and said clearly when it is not met."""
 
+import math
+
 import torch
 
 FUSE = ("auto", "qk", "q", "none")
@@ -10,9 +12,7 @@ MAX_TOKEN_STRIDE = 2**23
 MAX_TOKENS = 2**30
 
 
-def check_cu_seqlens(
-    cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int | None = None
-) -> None:
+def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int | None = None) -> None:
     """Check the values of cu_seqlens on the host; waits for the GPU, so call it while debugging.
 
     The kernels never need it to stay within their tensors; it tells which value is wrong.
@@ -51,6 +51,7 @@ def check_arguments(
     sin: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int | None,
+    scale: float | None,
     fuse: str,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
@@ -92,6 +93,8 @@ def check_arguments(
         raise ValueError(f"cu_seqlens must be on {first.device}, got {cu_seqlens.device}")
     if max_seqlen is not None and (not isinstance(max_seqlen, int) or max_seqlen < 0):
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
     if fuse not in FUSE:
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
 
@@ -114,7 +117,7 @@ def _check_angles(
                 f"sin must have the shape and strides of cos, {tuple(cos.shape)} "
                 f"{tuple(cos.stride())}, got {tuple(x.shape)} {tuple(x.stride())}"
             )
-        if x.stride(-1) != 1 and x.numel() > 0 or x.stride(0) > MAX_TOKEN_STRIDE:
+        if (x.stride(-1) != 1 and x.numel() > 0) or x.stride(0) > MAX_TOKEN_STRIDE:
             raise ValueError(
                 f"{name} must be contiguous in its last axis, got strides {tuple(x.stride())}"
             )

@@ -1,5 +1,7 @@
 """The unfused computation in plain PyTorch: the oracle, the CPU path, the differentiable path."""
 
+import itertools
+
 import torch
 
 # Rows of Q whose logits exist at once: bounds the memory of a long segment.
@@ -38,7 +40,7 @@ def rope_attention_reference(
     q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     bounds = cu_seqlens.clamp(0, tokens).tolist()
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         for first in range(start, end, QUERY_BLOCK):
             rows = slice(first, min(first + QUERY_BLOCK, end))
             out[rows] = _attend(q[rows], k[start:end], v[start:end], scale)

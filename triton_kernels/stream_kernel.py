@@ -70,6 +70,7 @@ def stream_kernel(
     q = load_rotary(
         q_ptr, q_stride, rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_Q
     )  # [BLOCK, MAIN]
+    q_tail = q  # stands in where there is no tail
     if TAIL > 0:
         cos, sin = load_angles(
             q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
@@ -87,47 +88,24 @@ def stream_kernel(
         row_max = tl.full([BLOCK], -float("inf"), tl.float32)
         row_sum = tl.zeros([BLOCK], tl.float32)
         acc = tl.zeros([BLOCK, MAIN], tl.float32)
-        if TAIL > 0:
-            acc_tail = tl.zeros([BLOCK, TAIL], tl.float32)
+        acc_tail = tl.zeros([BLOCK, TAIL if TAIL > 0 else 1], tl.float32)
 
-        for key_block in range(0, keys, BLOCK_K):
-            key_mask = key_rows < keys - key_block
-            key_first = start.to(tl.int64) + key_block
-            k_block_ptr = k_ptr + key_first * k_stride
-            k_cos_ptr = cos_ptr + key_first * angle_stride
-            k_sin_ptr = sin_ptr + key_first * angle_stride
-            k_cos, k_sin = load_angles(
-                k_cos_ptr, k_sin_ptr, angle_stride, key_rows, key_mask, 0, MAIN, ROTARY_DIM
-            )
-            k = load_rotary(
-                k_block_ptr, k_stride, key_rows, key_mask, k_cos, k_sin, 0, MAIN, HEAD_DIM, ROTARY_DIM,
-                ROTATE_K,
-            )  # [BLOCK_K, MAIN]  # fmt: skip
-            logits = dot(q, tl.trans(k))  # [BLOCK, BLOCK_K]
-            if TAIL > 0:
-                k_cos, k_sin = load_angles(
-                    k_cos_ptr, k_sin_ptr, angle_stride, key_rows, key_mask, MAIN, TAIL, ROTARY_DIM
-                )
-                k = load_rotary(
-                    k_block_ptr, k_stride, key_rows, key_mask, k_cos, k_sin, MAIN, TAIL, HEAD_DIM,
-                    ROTARY_DIM, ROTATE_K,
-                )  # [BLOCK_K, TAIL]  # fmt: skip
-                logits = dot(q_tail, tl.trans(k), logits)
-
-            logits = tl.where(key_mask[None, :], logits, -float("inf"))
-            new_max = tl.maximum(row_max, tl.max(logits, 1) * scale_log2)
-            p = tl.exp2(logits * scale_log2 - new_max[:, None])
-            decay = tl.exp2(row_max - new_max)
-            row_sum = row_sum * decay + tl.sum(p, 1)
-            row_max = new_max
-            p = cast(p, dtype)
-
-            v_block_ptr = v_ptr + key_first * v_stride
-            v = load_columns(v_block_ptr, v_stride, key_rows, key_mask, 0, MAIN, HEAD_DIM)
-            acc = dot(p, v, acc * decay[:, None])
-            if TAIL > 0:
-                v = load_columns(v_block_ptr, v_stride, key_rows, key_mask, MAIN, TAIL, HEAD_DIM)
-                acc_tail = dot(p, v, acc_tail * decay[:, None])
+        # Whole blocks of keys need no mask; what is left over is one block more.
+        whole = keys // BLOCK_K * BLOCK_K
+        for key_block in range(0, whole, BLOCK_K):
+            row_max, row_sum, acc, acc_tail = visit_keys(
+                k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
+                start.to(tl.int64) + key_block, key_rows, None,
+                q, q_tail, row_max, row_sum, acc, acc_tail,
+                HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+            )  # fmt: skip
+        if whole < keys:
+            row_max, row_sum, acc, acc_tail = visit_keys(
+                k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
+                start.to(tl.int64) + whole, key_rows, key_rows < keys - whole,
+                q, q_tail, row_max, row_sum, acc, acc_tail,
+                HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+            )  # fmt: skip
 
         mask = (token >= start) & (token < end) & (token < block_end)
         covered = covered | mask
@@ -145,6 +123,49 @@ def stream_kernel(
     if TAIL > 0:
         zeros = tl.zeros([BLOCK, TAIL], dtype)
         store_columns(out_ptr, out_stride, rows, mask, zeros, MAIN, TAIL, HEAD_DIM)
+
+
+@triton.jit
+def visit_keys(
+    k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
+    # the first key, the rows of the key tile, and which of them are keys (None: all)
+    first, rows, mask,
+    # the query tile and the state of its online softmax
+    q, q_tail, row_max, row_sum, acc, acc_tail,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    ROTATE_K: tl.constexpr,
+):  # fmt: skip
+    """Fold one block of keys into the online softmax."""
+    k_ptr += first * k_stride
+    v_ptr += first * v_stride
+    cos_ptr += first * angle_stride
+    sin_ptr += first * angle_stride
+    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
+    k = load_rotary(
+        k_ptr, k_stride, rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K
+    )  # [BLOCK_K, MAIN]
+    logits = dot(q, tl.trans(k))  # [BLOCK, BLOCK_K]
+    if TAIL > 0:
+        cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
+        k_tail = load_rotary(
+            k_ptr, k_stride, rows, mask, cos, sin, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
+        )  # [BLOCK_K, TAIL]
+        logits = dot(q_tail, tl.trans(k_tail), logits)
+    if mask is not None:
+        logits = tl.where(mask[None, :], logits, -float("inf"))
+
+    new_max = tl.maximum(row_max, tl.max(logits, 1) * scale_log2)
+    p = tl.exp2(logits * scale_log2 - new_max[:, None])
+    decay = tl.exp2(row_max - new_max)
+    row_sum = row_sum * decay + tl.sum(p, 1)
+    p = cast(p, k.dtype)
+
+    v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK_K, MAIN]
+    acc = dot(p, v, acc * decay[:, None])
+    if TAIL > 0:
+        v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)
+        acc_tail = dot(p, v_tail, acc_tail * decay[:, None])
+    return new_max, row_sum, acc, acc_tail
 
 
 @triton.jit

@@ -44,14 +44,27 @@ def segment_bounds(cu_seqlens_ptr, segment, tokens):
 
 
 @triton.jit
+def load_tile(ptr, row_mask, column, other, END: tl.constexpr, LIMIT: tl.constexpr):
+    """Load where row_mask (None: all rows) and column < LIMIT hold; columns end before END."""
+    if row_mask is None:
+        if END <= LIMIT:
+            return tl.load(ptr)
+        else:
+            return tl.load(ptr, mask=(column < LIMIT)[None, :], other=other)
+    else:
+        mask = row_mask[:, None]
+        if END > LIMIT:
+            mask = mask & (column < LIMIT)[None, :]
+        return tl.load(ptr, mask=mask, other=other)
+
+
+@triton.jit
 def load_columns(x_ptr, stride, rows, row_mask, FIRST: tl.constexpr, WIDTH: tl.constexpr,
                  HEAD_DIM: tl.constexpr):  # fmt: skip
     """Columns FIRST .. FIRST + WIDTH of some rows; zero where masked or past head_dim."""
     column = FIRST + tl.arange(0, WIDTH)
-    mask = row_mask[:, None]
-    if FIRST + WIDTH > HEAD_DIM:
-        mask = mask & (column < HEAD_DIM)[None, :]
-    return tl.load(x_ptr + rows[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    ptr = x_ptr + rows[:, None] * stride + column[None, :]
+    return load_tile(ptr, row_mask, column, 0.0, FIRST + WIDTH, HEAD_DIM)
 
 
 @triton.jit
@@ -85,15 +98,13 @@ def pair_columns(pair, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
 @triton.jit
 def load_angles(cos_ptr, sin_ptr, stride, rows, row_mask, FIRST: tl.constexpr,
                 WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
-    """cos and sin [rows, WIDTH / 2] for the rotated tile of columns FIRST .. FIRST + WIDTH."""
+    """Cos and sin [rows, WIDTH / 2] for the rotated tile of columns FIRST .. FIRST + WIDTH."""
     pair = FIRST // 2 + tl.arange(0, WIDTH // 2)
-    mask = row_mask[:, None]
-    if FIRST + WIDTH > ROTARY_DIM:
-        mask = mask & (pair < ROTARY_DIM // 2)[None, :]
     offsets = rows[:, None] * stride + pair[None, :]
-    return tl.load(cos_ptr + offsets, mask=mask, other=1.0), tl.load(
-        sin_ptr + offsets, mask=mask, other=0.0
-    )
+    END: tl.constexpr = (FIRST + WIDTH) // 2
+    cos = load_tile(cos_ptr + offsets, row_mask, pair, 1.0, END, ROTARY_DIM // 2)
+    sin = load_tile(sin_ptr + offsets, row_mask, pair, 0.0, END, ROTARY_DIM // 2)
+    return cos, sin
 
 
 @triton.jit
@@ -102,18 +113,18 @@ def load_pairs(x_ptr, stride, rows, row_mask, cos, sin, FIRST: tl.constexpr, WID
     """The two halves [rows, WIDTH / 2] of a tile, rotated in fp32: x1 c - x2 s, x2 c + x1 s."""
     pair = FIRST // 2 + tl.arange(0, WIDTH // 2)
     first, second = pair_columns(pair, HEAD_DIM, ROTARY_DIM)
-    mask = row_mask[:, None]
-    if FIRST + WIDTH > HEAD_DIM:
-        mask = mask & (pair < HEAD_DIM // 2)[None, :]
     row_ptr = x_ptr + rows[:, None] * stride
-    x1 = tl.load(row_ptr + first[None, :], mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(row_ptr + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    END: tl.constexpr = (FIRST + WIDTH) // 2
+    x1 = load_tile(row_ptr + first[None, :], row_mask, pair, 0.0, END, HEAD_DIM // 2)
+    x2 = load_tile(row_ptr + second[None, :], row_mask, pair, 0.0, END, HEAD_DIM // 2)
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
 
 
 @triton.jit
 def load_rotary(x_ptr, stride, rows, row_mask, cos, sin, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-                HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, ROTATE: tl.constexpr):  # fmt: skip
+                HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+                ROTATE: tl.constexpr):  # fmt: skip
     """A tile of Q or K in paired order: rotated here, or read as rotate_kernel left it."""
     if ROTATE:
         y1, y2 = load_pairs(
@@ -121,5 +132,4 @@ def load_rotary(x_ptr, stride, rows, row_mask, cos, sin, FIRST: tl.constexpr, WI
         )
         dtype = x_ptr.dtype.element_ty
         return tl.interleave(cast(y1, dtype), cast(y2, dtype))
-    else:
-        return load_columns(x_ptr, stride, rows, row_mask, FIRST, WIDTH, HEAD_DIM)
+    return load_columns(x_ptr, stride, rows, row_mask, FIRST, WIDTH, HEAD_DIM)

@@ -115,9 +115,7 @@ def window_kernel(
     share = segments * BLOCK
     before = tl.minimum(tl.load(cu_seqlens_ptr), tokens)
     behind = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + segments), 0), tokens)
-    fill_rows(
-        out_ptr, segment * BLOCK, before, share, 0.0, HEADS, HEAD_DIM, MAIN, TAIL, BLOCK
-    )
+    fill_rows(out_ptr, segment * BLOCK, before, share, 0.0, HEADS, HEAD_DIM, MAIN, TAIL, BLOCK)
     fill_rows(
         out_ptr, behind + segment * BLOCK, tokens, share, 0.0, HEADS, HEAD_DIM, MAIN, TAIL, BLOCK
     )

@@ -13,10 +13,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def to_torch(x):
     """A tensor on DEVICE; PyTorch takes no bfloat16 from NumPy, so it travels as integers."""
-    x = np.ascontiguousarray(x)
+    x = np.array(x, order="C")
     if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16).to(DEVICE)
-    return torch.from_numpy(x.copy()).to(DEVICE)
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).to(DEVICE)
+    return torch.from_numpy(x).to(DEVICE)
 
 
 def to_numpy(x):
@@ -24,6 +24,11 @@ def to_numpy(x):
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return x.numpy()
+
+
+def interpreted_nan():
+    """Triton's interpreter computes in NumPy, which warns of a NaN that a GPU passes in silence."""
+    return np.errstate(all="ignore")
 
 
 @contextlib.contextmanager
@@ -36,6 +41,12 @@ def unwritten_memory_is_nan():
         torch.use_deterministic_algorithms(False)
 
 
+def public_function(packed):
+    if packed:
+        return triton_kernels.fused_rope_attention_qkvpacked
+    return triton_kernels.fused_rope_attention
+
+
 class TorchAdapter:
     implementation: str
     package = triton_kernels
@@ -43,16 +54,12 @@ class TorchAdapter:
 
     def attention(self, case, packed=False, **options):
         arguments = [to_torch(x) for x in (case.packed if packed else case.separate)]
-        if packed:
-            function = triton_kernels.fused_rope_attention_qkvpacked
-        else:
-            function = triton_kernels.fused_rope_attention
         kernel = self.implementation == "triton"
-        with (
-            unwritten_memory_is_nan() if kernel else contextlib.nullcontext(),
-            np.errstate(all="ignore"),  # Triton's interpreter computes in NumPy, which warns of NaN
-        ):
-            result = function(*arguments, implementation=self.implementation, **options)
+        memory = unwritten_memory_is_nan() if kernel else contextlib.nullcontext()
+        with memory, interpreted_nan():
+            result = public_function(packed)(
+                *arguments, implementation=self.implementation, **options
+            )
         assert result.is_contiguous()
         return to_numpy(result)
 

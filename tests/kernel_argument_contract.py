@@ -1,0 +1,288 @@
+"""What every implementation refuses, and that the message says what was expected and what came.
+
+An implementation's tests inherit ArgumentContract and an adapter of its framework, which has
+`package`, `implementation` and `array(numpy_array)`.
+"""
+
+import inspect
+
+import numpy as np
+import pytest
+
+from tests.kernel_cases import DTYPES, make_case
+
+BF16 = DTYPES["bfloat16"]
+CASE = make_case([5, 7], head_dim=16)  # 12 tokens, 2 heads
+
+# What is wrong: the arguments in place of the right ones, the exception, its message.
+WRONG_SEPARATE = {
+    "q of integers": (
+        {"q": np.zeros((12, 2, 16), np.int32)},
+        TypeError,
+        r"q must be bfloat16, float16 or float32, got (torch\.)?int32",
+    ),
+    "v of integers": (
+        {"v": np.zeros((12, 2, 16), np.int8)},
+        TypeError,
+        r"v must be bfloat16, float16 or float32, got (torch\.)?int8",
+    ),
+    "q without heads": (
+        {"q": np.zeros((12, 16), BF16)},
+        ValueError,
+        r"q must have shape \[tokens, heads, head_dim\], got \(12, 16\)",
+    ),
+    "q of one axis": (
+        {"q": np.zeros(12, BF16)},
+        ValueError,
+        r"q must have shape \[tokens, heads, head_dim\], got \(12,\)",
+    ),
+    "q of no axis": (
+        {"q": np.zeros((), BF16)},
+        ValueError,
+        r"q must have shape \[tokens, heads, head_dim\], got \(\)",
+    ),
+    "k of other tokens": (
+        {"k": np.zeros((11, 2, 16), BF16)},
+        ValueError,
+        r"k must have the shape and dtype of q, \(12, 2, 16\) .*bfloat16, got \(11, 2, 16\)",
+    ),
+    "v of fewer heads": (
+        {"v": np.zeros((12, 1, 16), BF16)},
+        ValueError,
+        r"v must have the shape and dtype of q, .* got \(12, 1, 16\)",
+    ),
+    "v of another dtype": (
+        {"v": np.zeros((12, 2, 16), np.float16)},
+        ValueError,
+        r"v must have the shape and dtype of q, .*bfloat16, got .*float16",
+    ),
+}
+WRONG_PACKED = {
+    "qkv of integers": (
+        {"qkv": np.zeros((12, 3, 2, 16), np.int32)},
+        TypeError,
+        r"qkv must be bfloat16, float16 or float32, got (torch\.)?int32",
+    ),
+    "qkv of three axes": (
+        {"qkv": np.zeros((12, 6, 16), BF16)},
+        ValueError,
+        r"qkv must have shape \[tokens, 3, heads, head_dim\], got \(12, 6, 16\)",
+    ),
+    "qkv of one axis": (
+        {"qkv": np.zeros(12, BF16)},
+        ValueError,
+        r"qkv must have shape \[tokens, 3, heads, head_dim\], got \(12,\)",
+    ),
+    "qkv of two parts": (
+        {"qkv": np.zeros((12, 2, 2, 16), BF16)},
+        ValueError,
+        r"qkv must have shape \[tokens, 3, heads, head_dim\], got \(12, 2, 2, 16\)",
+    ),
+}
+WRONG_IN_BOTH = {
+    "cos of bfloat16": (
+        {"cos": np.ones((12, 8), BF16)},
+        TypeError,
+        r"cos must be float32 .* got (torch\.)?bfloat16",
+    ),
+    "sin of float16": (
+        {"sin": np.ones((12, 8), np.float16)},
+        TypeError,
+        r"sin must be float32 .* got (torch\.)?float16",
+    ),
+    "cos of other tokens": (
+        {"cos": np.ones((11, 8), np.float32)},
+        ValueError,
+        r"cos must have shape \[12 tokens, rotary_dim / 2\] .* got \(11, 8\)",
+    ),
+    "cos of one axis": (
+        {"cos": np.ones(12, np.float32)},
+        ValueError,
+        r"cos must have shape \[12 tokens, .* got \(12,\)",
+    ),
+    "cos wider than a head": (
+        {"cos": np.ones((12, 9), np.float32)},
+        ValueError,
+        r"cos must have shape .* rotary_dim at most 16, got \(12, 9\)",
+    ),
+    "cos of no columns": (
+        {"cos": np.ones((12, 0), np.float32)},
+        ValueError,
+        r"cos must have shape .* got \(12, 0\)",
+    ),
+    "sin unlike cos": (
+        {"sin": np.ones((12, 4), np.float32)},
+        ValueError,
+        r"sin must have the shape (and strides )?of cos, \(12, 8\).* got \(12, 4\)",
+    ),
+    "cu_seqlens of int16": (
+        {"cu_seqlens": np.zeros(3, np.int16)},
+        TypeError,
+        r"cu_seqlens must be int32, got (torch\.)?int16",
+    ),
+    "cu_seqlens of floats": (
+        {"cu_seqlens": np.zeros(3, np.float32)},
+        TypeError,
+        r"cu_seqlens must be int32, got (torch\.)?float32",
+    ),
+    "cu_seqlens of two axes": (
+        {"cu_seqlens": np.zeros((3, 1), np.int32)},
+        ValueError,
+        r"cu_seqlens must be a .*vector of segments \+ 1 values, got shape \(3, 1\)",
+    ),
+    "cu_seqlens without a value": (
+        {"cu_seqlens": np.zeros(0, np.int32)},
+        ValueError,
+        r"cu_seqlens must be a .*vector .* got shape \(0,\)",
+    ),
+    "negative max_seqlen": (
+        {"max_seqlen": -1},
+        ValueError,
+        "max_seqlen must be an int of at least 0 or None, got -1",
+    ),
+    "max_seqlen of a float": (
+        {"max_seqlen": 8.0},
+        ValueError,
+        r"max_seqlen must be an int of at least 0 or None, got 8\.0",
+    ),
+    "scale of zero": (
+        {"scale": 0.0},
+        ValueError,
+        r"scale must be positive and finite or None, got 0\.0",
+    ),
+    "negative scale": (
+        {"scale": -0.25},
+        ValueError,
+        r"scale must be positive and finite or None, got -0\.25",
+    ),
+    "infinite scale": (
+        {"scale": float("inf")},
+        ValueError,
+        r"scale must be positive and finite or None, got inf",
+    ),
+    "scale that is no number": (
+        {"scale": float("nan")},
+        ValueError,
+        r"scale must be positive and finite or None, got nan",
+    ),
+    "unknown fuse": (
+        {"fuse": "k"},
+        ValueError,
+        r"fuse must be one of .*'auto', 'qk', 'q', 'none'.* got 'k'",
+    ),
+    "unknown implementation": (
+        {"implementation": "cuda"},
+        ValueError,
+        r"implementation must be .*'auto', 'triton'.*'reference'.* got 'cuda'",
+    ),
+}
+WRONG_HEAD_DIMS = [0, 4, 12, 84, 264]
+
+# cu_seqlens, tokens, max_seqlen, message.
+WRONG_CU_SEQLENS = [
+    (
+        (-1, 4),
+        9,
+        None,
+        r"cu_seqlens\[0\] must be in 0\.\.9 \(tokens\), got -1",
+    ),
+    (
+        (0, 4, 10),
+        9,
+        None,
+        r"cu_seqlens\[2\] must be in 0\.\.9 \(tokens\), got 10",
+    ),
+    (
+        (0, 5, 4, 9),
+        9,
+        None,
+        r"must not decrease, got cu_seqlens\[1\] = 5 and cu_seqlens\[2\] = 4",
+    ),
+    (
+        (0, 2, 7),
+        9,
+        4,
+        r"segment 1 \(2 to 7\) is 5 tokens long, above max_seqlen = 4",
+    ),
+]
+
+KEYWORDS = {"max_seqlen": None, "scale": None, "fuse": "auto", "implementation": "auto"}
+
+
+def named(table):
+    return pytest.mark.parametrize(("wrong", "error", "message"), table.values(), ids=table)
+
+
+class ArgumentContract:
+    """Inherited by the tests of each implementation."""
+
+    @pytest.fixture
+    @staticmethod
+    def separate():
+        names = ("q", "k", "v", "cos", "sin", "cu_seqlens")
+        return dict(zip(names, CASE.separate, strict=True), max_seqlen=8)
+
+    @pytest.fixture
+    @staticmethod
+    def packed():
+        names = ("qkv", "cos", "sin", "cu_seqlens")
+        return dict(zip(names, CASE.packed, strict=True), max_seqlen=8)
+
+    def call(self, arguments):
+        arguments = {"implementation": self.implementation, **arguments}
+        arguments = {
+            name: self.array(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()
+        }
+        if "qkv" in arguments:
+            return self.package.fused_rope_attention_qkvpacked(**arguments)
+        return self.package.fused_rope_attention(**arguments)
+
+    def test_the_right_arguments_are_accepted(self, separate, packed):
+        assert self.call(separate).shape == self.call(packed).shape == (12, 2, 16)
+
+    def test_names_order_and_defaults(self):
+        for function, first in (
+            (self.package.fused_rope_attention, ["q", "k", "v"]),
+            (self.package.fused_rope_attention_qkvpacked, ["qkv"]),
+        ):
+            parameters = inspect.signature(function).parameters
+            assert list(parameters) == [*first, "cos", "sin", "cu_seqlens", *KEYWORDS]
+            for name, default in KEYWORDS.items():
+                assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+                assert parameters[name].default == default
+
+    @named(WRONG_SEPARATE | WRONG_IN_BOTH)
+    def test_wrong_arguments(self, separate, wrong, error, message):
+        with pytest.raises(error, match=message):
+            self.call(separate | wrong)
+
+    @named(WRONG_PACKED | WRONG_IN_BOTH)
+    def test_wrong_arguments_packed(self, packed, wrong, error, message):
+        with pytest.raises(error, match=message):
+            self.call(packed | wrong)
+
+    @pytest.mark.parametrize("head_dim", WRONG_HEAD_DIMS)
+    def test_wrong_head_dim(self, separate, packed, head_dim):
+        x = np.zeros((12, 3, 2, head_dim), BF16)
+        message = f"head_dim must be a multiple of 8 up to 256, got {head_dim}$"
+        with pytest.raises(ValueError, match=message):
+            self.call(separate | {"q": x[:, 0], "k": x[:, 0], "v": x[:, 0]})
+        with pytest.raises(ValueError, match=message):
+            self.call(packed | {"qkv": x})
+
+    @pytest.mark.parametrize(
+        ("cu_seqlens", "tokens", "max_seqlen", "message"), WRONG_CU_SEQLENS, ids=str
+    )
+    def test_check_cu_seqlens_says_which_value_is_wrong(
+        self, cu_seqlens, tokens, max_seqlen, message
+    ):
+        with pytest.raises(ValueError, match=message):
+            self.package.check_cu_seqlens(
+                self.array(np.array(cu_seqlens, np.int32)), tokens, max_seqlen
+            )
+
+    def test_check_cu_seqlens_checks_the_form_too(self):
+        with pytest.raises(TypeError, match="cu_seqlens must be int32"):
+            self.package.check_cu_seqlens(self.array(np.zeros(3, np.int16)), 9)
+        with pytest.raises(ValueError, match=r"cu_seqlens must be a .*vector"):
+            self.package.check_cu_seqlens(self.array(np.zeros((3, 1), np.int32)), 9)

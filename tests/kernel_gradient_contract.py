@@ -1,0 +1,80 @@
+"""What every implementation promises about gradients.
+
+An implementation's tests inherit GradientContract and an adapter of its framework, which has
+`gradients(case, weights, packed=False, **keywords)`: the gradients of sum(weights * result) with
+respect to (qkv, cos, sin) or (q, k, v, cos, sin), as NumPy arrays.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.kernel_cases import Case, exact, make_case
+from tests.kernel_contract import STREAM, WINDOW, both_kernels
+
+STEP = 1e-5  # of the central differences, in fp64
+
+
+def weights_for(case):
+    rng = np.random.default_rng(7)
+    shape = (len(case.qkv), *case.qkv.shape[2:])
+    return rng.standard_normal(shape).astype(case.qkv.dtype)
+
+
+def slope(case, weights, scale, direction):
+    """Derivative of sum(weights * exact) along a direction (qkv, cos, sin), by differences."""
+
+    def value(step):
+        moved = [x + step * d for x, d in zip(case.packed[:3], direction, strict=True)]
+        return (weights * exact(Case(*moved, case.cu_seqlens), scale)).sum()
+
+    return (value(STEP) - value(-STEP)) / (2 * STEP)
+
+
+class GradientContract:
+    """Inherited by the tests of each implementation."""
+
+    @both_kernels
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_gradients_are_the_slopes_of_the_oracle(self, packed, max_seqlen):
+        case = make_case(
+            (9, 0, 1, 14), head_dim=16, rotary_dim=12, dtype="float32", leading=2, trailing=3
+        )
+        weights = weights_for(case)
+        *qkv, cos, sin = self.gradients(
+            case, weights, packed=packed, max_seqlen=max_seqlen, scale=0.4
+        )
+        qkv = qkv[0] if packed else np.stack(qkv, axis=1)
+        gradients = (qkv, cos, sin)
+        rng = np.random.default_rng(8)
+        for moved in range(3):  # qkv, then cos, then sin
+            for _ in range(3):
+                direction = [np.zeros(x.shape) for x in gradients]
+                direction[moved] = rng.standard_normal(gradients[moved].shape)
+                expected = slope(case, weights, 0.4, direction)
+                size = np.linalg.norm(gradients[moved]) * np.linalg.norm(direction[moved])
+                found = (gradients[moved] * direction[moved]).sum()
+                assert abs(found - expected) <= 1e-5 * size
+
+    def test_padding_has_no_gradient(self):
+        case = make_case((9, 14), head_dim=16, leading=2, trailing=30)
+        for gradient in self.gradients(case, weights_for(case), max_seqlen=WINDOW):
+            assert (gradient[case.padding] == 0).all()
+            assert (gradient[~case.padding] != 0).any()
+
+    def test_gradients_have_the_dtypes_of_the_arguments(self):
+        case = make_case((9, 14), head_dim=16)
+        dtypes = [x.dtype for x in self.gradients(case, weights_for(case), max_seqlen=STREAM)]
+        assert dtypes == [case.qkv.dtype] * 3 + [np.dtype(np.float32)] * 2
+
+    def test_no_gradient_reaches_another_segment(self):
+        case = make_case((9, 14), head_dim=16, dtype="float32")
+        weights = weights_for(case)
+        weights[9:] = 0
+        broken = dataclasses.replace(case, qkv=case.with_rows(slice(9, None), np.nan).qkv)
+        before = self.gradients(case, weights, max_seqlen=WINDOW)
+        after = self.gradients(broken, weights, max_seqlen=WINDOW)
+        for x, y in zip(before, after, strict=True):
+            assert (x[9:] == 0).all()
+            np.testing.assert_array_equal(x[:9], y[:9])

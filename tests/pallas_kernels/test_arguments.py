@@ -1,0 +1,38 @@
+"""What pallas_kernels refuses."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from tests.kernel_argument_contract import CASE, ArgumentContract
+from tests.pallas_kernels.adapter import JaxAdapter
+
+
+class TestKernel(JaxAdapter, ArgumentContract):
+    implementation = "triton"
+
+
+class TestReference(JaxAdapter, ArgumentContract):
+    implementation = "reference"
+
+
+def test_numpy_arrays_are_taken():
+    out = pallas_kernels.fused_rope_attention_qkvpacked(*CASE.packed, max_seqlen=8)
+    assert isinstance(out, jax.Array)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "triton", "reference"])
+def test_a_traced_cu_seqlens_needs_max_seqlen(implementation):
+    attend = jax.jit(
+        lambda *x: pallas_kernels.fused_rope_attention(*x, implementation=implementation)
+    )
+    with pytest.raises(ValueError, match="max_seqlen must be given where cu_seqlens is traced"):
+        attend(*CASE.separate)
+
+
+def test_wrong_arguments_are_refused_while_tracing():
+    attend = jax.jit(lambda *x: pallas_kernels.fused_rope_attention_qkvpacked(*x, max_seqlen=8))
+    qkv, cos, sin, cu_seqlens = CASE.packed
+    with pytest.raises(TypeError, match="cos must be float32"):
+        attend(qkv, cos.astype(jnp.bfloat16), sin, cu_seqlens)

@@ -1,0 +1,42 @@
+"""Derivatives through pallas_kernels."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernel_cases import make_case
+from tests.kernel_gradient_contract import GradientContract
+from tests.pallas_kernels.adapter import COMPILER_OPTIONS, JaxAdapter, public_function
+
+
+class JaxGradients(JaxAdapter):
+    def gradients(self, case, weights, packed=False, **options):
+        options = {"implementation": self.implementation, **options}
+        function = public_function(packed, options)
+
+        @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+        def gradients(cu_seqlens, *arguments):
+            _, pull = jax.vjp(lambda *x: function(*x, cu_seqlens), *arguments)
+            return pull(jnp.asarray(weights))
+
+        *arguments, cu_seqlens = map(jnp.asarray, case.packed if packed else case.separate)
+        return [np.array(x) for x in gradients(cu_seqlens, *arguments)]
+
+
+class TestKernel(JaxGradients, GradientContract):
+    implementation = "triton"
+
+
+class TestReference(JaxGradients, GradientContract):
+    implementation = "reference"
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_forward_mode_is_refused(implementation):
+    *arguments, cu_seqlens = map(jnp.asarray, make_case([5], head_dim=16).packed)
+    attend = public_function(True, {"implementation": implementation, "max_seqlen": 8})
+    with pytest.raises(TypeError, match=r"forward-mode .*custom_vjp"):
+        jax.jvp(lambda *x: attend(*x, cu_seqlens), arguments, arguments)

@@ -1,0 +1,46 @@
+"""What importing pallas_kernels needs and brings with it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_brings_no_pytorch():
+    result = run_python(
+        "import sys, pallas_kernels\n"
+        "print([m for m in ('torch', 'triton', 'triton_kernels', 'flax', 'flax_models', 'compare')"
+        " if m in sys.modules])"
+    )
+    assert (result.stdout.strip(), result.stderr) == ("[]", "")
+
+
+def test_says_which_extra_is_missing():
+    result = run_python("import sys; sys.modules['jax'] = None; import pallas_kernels")
+    assert result.returncode == 1
+    last_line = result.stderr.strip().splitlines()[-1]
+    assert last_line.startswith("ImportError: pallas_kernels needs JAX")
+    assert "pip install 'fused-rope-attention[jax]'" in last_line
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "check_cu_seqlens",
+        "fused_rope_attention",
+        "fused_rope_attention_qkvpacked",
+        "rope_attention_reference",
+    ],
+)
+def test_public_names_are_documented(name):
+    import pallas_kernels
+
+    assert name in pallas_kernels.__all__
+    assert getattr(pallas_kernels, name).__doc__

@@ -1,0 +1,86 @@
+"""Every variant of the kernels lowers for CUDA, on any machine.
+
+Pallas' interpreter takes what the Triton backend refuses (tiles whose sides are no powers of two,
+slices that pass an end), so that interpreting alone proves nothing about a GPU.
+"""
+
+import contextlib
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+import pallas_kernels
+from tests.kernel_contract import STREAM, WINDOW
+
+TOKENS, HEADS, SEGMENTS = 1024, 16, 16
+
+
+def cuda_device():
+    """JAX 0.11 and later lower for a GPU that they know the name of; 0.10 needs none."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    from jax.sharding import AbstractDevice
+
+    platform = ("gpu",) if len(inspect.signature(AbstractDevice).parameters) > 2 else ()
+    device = AbstractDevice("NVIDIA H200", None, *platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def lower(head_dim=80, rotary_dim=None, dtype=jnp.bfloat16, packed=True, heads=HEADS, **options):
+    """The module that JAX would give to a GPU's compiler, as text."""
+    angles = jax.ShapeDtypeStruct((TOKENS, (rotary_dim or head_dim) // 2), jnp.float32)
+    cu_seqlens = jax.ShapeDtypeStruct((SEGMENTS + 1,), jnp.int32)
+    if packed:
+        function = pallas_kernels.fused_rope_attention_qkvpacked
+        qkv = (jax.ShapeDtypeStruct((TOKENS, 3, heads, head_dim), dtype),)
+    else:
+        function = pallas_kernels.fused_rope_attention
+        qkv = (jax.ShapeDtypeStruct((TOKENS, heads, head_dim), dtype),) * 3
+    function = jax.jit(functools.partial(function, **{"implementation": "triton"} | options))
+    with cuda_device():
+        traced = function.trace(*qkv, angles, angles, cu_seqlens)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels(module):
+    return module.count("triton_kernel_call") + module.count("__gpu$xla.gpu.triton")
+
+
+@pytest.mark.parametrize("fuse", ["qk", "q", "none"])
+@pytest.mark.parametrize("max_seqlen", [WINDOW, 64, 128, STREAM])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_every_kernel_dtype_and_fusion(dtype, max_seqlen, fuse):
+    module = lower(dtype=dtype, max_seqlen=max_seqlen, fuse=fuse)
+    assert kernels(module) == (1 if fuse == "qk" else 2)
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim(head_dim):
+    assert kernels(lower(head_dim, max_seqlen=WINDOW, fuse="qk")) == 1
+    if head_dim in (8, 24, 64, 72, 80, 96, 128, 200, 256):
+        assert kernels(lower(head_dim, max_seqlen=STREAM, fuse="q")) == 2
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 40), (80, 70), (72, 66), (128, 2)])
+def test_partial_rotation(head_dim, rotary_dim):
+    for max_seqlen, fuse in ((WINDOW, "qk"), (STREAM, "none")):
+        assert kernels(lower(head_dim, rotary_dim, max_seqlen=max_seqlen, fuse=fuse)) >= 1
+
+
+@pytest.mark.parametrize("heads", [1, 7, 12])
+def test_any_number_of_heads(heads):
+    assert kernels(lower(heads=heads, packed=False, max_seqlen=64)) == 1
+
+
+def test_packed_qkv_is_read_in_place():
+    module = lower(max_seqlen=64)
+    for copy in ("stablehlo.slice", "stablehlo.gather", "stablehlo.transpose", "stablehlo.concat"):
+        assert copy not in module
+
+
+def test_auto_lowers_to_the_kernel():
+    assert kernels(lower(max_seqlen=64, implementation="auto")) == 1

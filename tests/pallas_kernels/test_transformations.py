@@ -1,0 +1,93 @@
+"""pallas_kernels under JAX's transformations."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from tests.kernel_cases import assert_accurate, assert_same_bits, make_case
+from tests.kernel_contract import STREAM, WINDOW, cut
+
+implementations = pytest.mark.parametrize("implementation", ["triton", "reference"])
+
+
+def attention(implementation, max_seqlen):
+    return functools.partial(
+        pallas_kernels.fused_rope_attention_qkvpacked,
+        max_seqlen=max_seqlen,
+        implementation=implementation,
+    )
+
+
+@implementations
+def test_one_compilation_serves_every_cut_into_segments(implementation):
+    attend = jax.jit(attention(implementation, WINDOW))
+    for cu_seqlens in ((0, 16, 32, 32), (3, 3, 30, 40), (0, 0, 0, 0)):
+        case = cut(cu_seqlens, tokens=40, head_dim=16)
+        result = np.array(attend(*map(jnp.asarray, case.packed)))
+        if not case.padding.all():
+            assert_accurate(result, case)
+    assert attend._cache_size() == 1
+
+
+def test_auto_is_a_kernel_where_there_is_a_gpu_and_else_the_reference():
+    case = make_case((5, 9), head_dim=16)
+    expected = "triton" if jax.default_backend() == "gpu" else "reference"
+    results = [
+        np.array(jax.jit(attention(implementation, 16))(*map(jnp.asarray, case.packed)))
+        for implementation in ("auto", expected)
+    ]
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "max_seqlen"),
+    [("triton", WINDOW), ("triton", STREAM), ("reference", WINDOW)],
+)
+def test_vmap_is_the_calls_one_after_the_other(implementation, max_seqlen):
+    attend = attention(implementation, max_seqlen)
+    cases = [
+        cut(cu_seqlens, tokens=40, head_dim=16, dtype="float32", seed=seed)
+        for seed, cu_seqlens in enumerate([(0, 16, 32, 32), (3, 3, 30, 40)])
+    ]
+    stacked = [jnp.stack(x) for x in zip(*(case.packed for case in cases), strict=True)]
+    for result, case in zip(jax.jit(jax.vmap(attend))(*stacked), cases, strict=True):
+        assert_accurate(np.array(result), case)
+    # The angles and the segments in common.
+    shared = jax.jit(jax.vmap(attend, in_axes=(0, None, None, None)))
+    second = dataclasses.replace(cases[0], qkv=cases[1].qkv)
+    assert_accurate(np.array(shared(stacked[0], *second.packed[1:])[1]), second)
+
+
+def test_vmap_of_a_gradient():
+    attend = attention("triton", STREAM)
+    case = make_case((5, 9), head_dim=16, dtype="float32")
+    qkv, *rest = map(jnp.asarray, case.packed)
+    gradient = jax.grad(lambda qkv: (attend(qkv, *rest) ** 2).sum())
+    batch = jnp.stack([qkv, 2 * qkv])
+    together = jax.jit(jax.vmap(gradient))(batch)
+    alone = [jax.jit(gradient)(qkv) for qkv in batch]
+    np.testing.assert_allclose(together, alone, rtol=0, atol=1e-5)
+
+
+def test_inside_a_scan_and_under_remat():
+    case = make_case((5, 9), head_dim=16, dtype="float32")
+    qkv, *rest = map(jnp.asarray, case.packed)
+    attend = attention("triton", WINDOW)
+
+    @jax.checkpoint
+    def layer(qkv, _):
+        return qkv.at[:, 2].set(attend(qkv, *rest)), None
+
+    def loss(qkv):
+        return jax.lax.scan(layer, qkv, length=3)[0].sum()
+
+    by_hand = qkv
+    for _ in range(3):
+        by_hand = layer(by_hand, None)[0]
+    np.testing.assert_allclose(jax.jit(loss)(qkv), by_hand.sum(), rtol=1e-4)
+    assert jnp.isfinite(jax.jit(jax.grad(loss))(qkv)).all()

@@ -1,0 +1,178 @@
+"""Compile the kernels for GPUs that need not be there; prints one JSON object a compiled kernel.
+
+A process of its own: with TRITON_INTERPRET=1, as the other tests have it on a CPU, nothing can be
+compiled. What is compiled is what the operators launch: the launches are recorded, not written
+down here a second time.
+
+    python tests/triton_kernels/compile_ahead.py
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from tests.triton_kernels.wgmma_descriptors import high_word_sums
+
+TOKENS, HEADS, SEGMENTS = 9216, 16, 144
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A call of the operator, and the compute capability that it is compiled for."""
+
+    arch: int
+    head_dim: int = 80
+    dtype: str = "bfloat16"
+    max_seqlen: int = 64
+    fuse: str = "auto"
+    rotary_dim: int | None = None
+    offset: int = 0  # elements by which q, k and v miss their alignment
+
+    def __str__(self) -> str:
+        parts = [f"sm_{self.arch}", str(self.head_dim), self.dtype, f"max {self.max_seqlen}"]
+        parts += [self.fuse] if self.fuse != "auto" else []
+        parts += [f"rotary {self.rotary_dim}"] if self.rotary_dim else []
+        parts += ["unaligned"] if self.offset else []
+        return ", ".join(parts)
+
+
+STREAM = 9216
+VARIANTS = [
+    # The towers' two kernels, and a long head, everywhere.
+    *itertools.chain.from_iterable(
+        (
+            Variant(arch),
+            Variant(arch, max_seqlen=STREAM),
+            Variant(arch, head_dim=128, max_seqlen=STREAM),
+            Variant(arch, dtype="float32", max_seqlen=STREAM),
+        )
+        for arch in (80, 90, 100)
+    ),
+    Variant(90, head_dim=72),
+    Variant(90, head_dim=128, max_seqlen=128),
+    Variant(90, max_seqlen=16, rotary_dim=40),
+    Variant(90, dtype="float16", max_seqlen=128),
+    Variant(90, dtype="float32", max_seqlen=32),
+    Variant(90, max_seqlen=STREAM, fuse="q"),
+    Variant(90, max_seqlen=STREAM, fuse="qk"),
+    Variant(90, head_dim=72, max_seqlen=STREAM),
+    Variant(90, head_dim=256, max_seqlen=STREAM),
+    Variant(90, offset=1),
+]
+
+
+def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
+    """What the operator would launch: kernels with their arguments."""
+    dtype = getattr(torch, variant.dtype)
+    size = TOKENS * 3 * HEADS * variant.head_dim
+    qkv = torch.empty(size + variant.offset, dtype=dtype)[variant.offset :]
+    qkv = qkv.view(TOKENS, 3, HEADS, variant.head_dim)
+    angles = torch.empty(TOKENS, (variant.rotary_dim or variant.head_dim) // 2)
+    cu_seqlens = torch.zeros(SEGMENTS + 1, dtype=torch.int32)
+    recorded = []
+
+    def record(kernel, *arguments, grid, warmup, **options):
+        recorded.append((kernel, arguments, options))
+
+    with mock.patch.object(JITFunction, "run", record):
+        import triton_kernels  # noqa: F401  (registers the operator)
+
+        torch.ops.fused_rope_attention.qkvpacked(
+            qkv, angles, angles, cu_seqlens, variant.max_seqlen, 0.1, variant.fuse, True
+        )
+    return recorded
+
+
+def source(kernel: JITFunction, arguments: tuple) -> ASTSource:
+    """The kernel specialised as a launch does it: on alignment, and on integers that are 1."""
+    signature, constants, attributes = {}, {}, {}
+    for i, (parameter, x) in enumerate(zip(kernel.params, arguments, strict=True)):
+        name = parameter.name
+        specialise = not (parameter.is_constexpr or parameter.do_not_specialize)
+        if parameter.is_constexpr or (specialise and isinstance(x, int) and x == 1):
+            signature[name], constants[name] = "constexpr", x
+            continue
+        if isinstance(x, torch.Tensor):
+            signature[name], divisible = POINTERS[x.dtype], x.data_ptr() % 16 == 0
+        elif isinstance(x, float):
+            signature[name], divisible = "fp32", False
+        else:
+            signature[name], divisible = "i32", x % 16 == 0
+        if specialise and divisible:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def compile_variant(variant: Variant) -> list[dict]:
+    """Compile all kernels of one call and say what they take of a multiprocessor."""
+    records = []
+    for kernel, arguments, options in launches(variant):
+        compiled = triton.compile(
+            source(kernel, arguments), target=GPUTarget("cuda", variant.arch, 32), options=options
+        )
+        registers, stack, sass = inspect_machine_code(compiled.asm["cubin"])
+        descriptors, broken = high_word_sums(sass)
+        records.append(
+            {
+                "variant": str(variant),
+                "arch": variant.arch,
+                "kernel": kernel.__name__,
+                "shared": compiled.metadata.shared,
+                "registers": registers,
+                "stack": stack,
+                "descriptors": len(descriptors),
+                "broken_descriptors": broken,
+            }
+        )
+    return records
+
+
+def inspect_machine_code(cubin: bytes) -> tuple[int, int, str]:
+    """Registers a thread, bytes of stack (spills are kept there) and the disassembly."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        commands = (
+            [tools / "cuobjdump", "-res-usage", file.name],
+            [tools / "nvdisasm", "-c", file.name],
+        )
+        usage, sass = (
+            subprocess.run(command, capture_output=True, text=True, check=True)
+            for command in commands
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
+    return int(found[1]), int(found[2]), sass.stdout
+
+
+def main() -> None:
+    """Compile all variants, two at a time."""
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        for records in pool.map(compile_variant, VARIANTS):
+            for record in records:
+                sys.stdout.write(json.dumps(record) + "\n")
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

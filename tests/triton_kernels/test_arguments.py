@@ -1,0 +1,76 @@
+"""What triton_kernels refuses."""
+
+import pytest
+import torch
+
+import triton_kernels
+from tests.kernel_argument_contract import CASE, ArgumentContract
+from tests.triton_kernels.adapter import TorchAdapter, to_torch
+
+
+class TestKernel(TorchAdapter, ArgumentContract):
+    implementation = "triton"
+
+
+class TestReference(TorchAdapter, ArgumentContract):
+    implementation = "reference"
+
+
+def attend(**changed):
+    names = ("q", "k", "v", "cos", "sin", "cu_seqlens")
+    arguments = dict(zip(names, map(to_torch, CASE.separate), strict=True))
+    return triton_kernels.fused_rope_attention(**arguments | changed, max_seqlen=8)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_the_last_axis_must_be_contiguous(name):
+    x = torch.zeros(12, 2, 32)[..., ::2]
+    others = {n: torch.zeros(12, 2, 16) for n in ("q", "k", "v")}
+    with pytest.raises(
+        ValueError, match=rf"{name} must be contiguous in its last axis, got strides \(64, 32, 2\)"
+    ):
+        attend(**others | {name: x})
+
+
+def test_the_last_axis_of_qkv_must_be_contiguous():
+    _, cos, sin, cu_seqlens = map(to_torch, CASE.packed)
+    qkv = torch.zeros(12, 3, 16, 2, device=cos.device).transpose(2, 3)
+    with pytest.raises(ValueError, match="qkv must be contiguous in its last axis"):
+        triton_kernels.fused_rope_attention_qkvpacked(qkv, cos, sin, cu_seqlens, max_seqlen=8)
+
+
+def test_the_token_stride_has_a_limit():
+    x = torch.zeros(2**23 + 16 + 32, dtype=torch.bfloat16).as_strided(
+        (2, 2, 16), (2**23 + 1, 16, 1)
+    )
+    angles = torch.ones(2, 8)
+    cu_seqlens = torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"q must have a token stride of at most 8388608 elements, got 8388609"
+    ):
+        triton_kernels.fused_rope_attention(x, x, x, angles, angles, cu_seqlens)
+
+
+def test_angles_must_be_contiguous_and_alike():
+    wide = torch.ones(12, 16)
+    with pytest.raises(ValueError, match="cos must be contiguous in its last axis"):
+        attend(**on_cpu(cos=wide[:, ::2], sin=wide[:, ::2]))
+    with pytest.raises(ValueError, match=r"sin must have the shape and strides of cos"):
+        attend(**on_cpu(cos=wide[:, :8], sin=wide[:, :8].clone()))
+
+
+def test_cu_seqlens_must_be_contiguous():
+    with pytest.raises(ValueError, match="cu_seqlens must be a contiguous vector"):
+        attend(cu_seqlens=torch.zeros(6, dtype=torch.int32)[::2])
+
+
+@pytest.mark.parametrize("name", ["k", "v", "cos", "sin", "cu_seqlens"])
+def test_all_tensors_must_be_on_one_device(name):
+    x = dict(zip(("q", "k", "v", "cos", "sin", "cu_seqlens"), CASE.separate, strict=True))[name]
+    with pytest.raises(ValueError, match=rf"{name} must be on (cpu|cuda:0).*, got meta"):
+        attend(**{name: to_torch(x).to("meta")})
+
+
+def on_cpu(**changed):
+    names = ("q", "k", "v", "cos", "sin", "cu_seqlens")
+    return dict(zip(names, (to_torch(x).cpu() for x in CASE.separate), strict=True)) | changed

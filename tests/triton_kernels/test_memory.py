@@ -1,0 +1,170 @@
+"""triton_kernels read and write their tensors in place, and nothing beside them."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernel_cases import assert_accurate, make_case
+from tests.kernel_contract import STREAM, WINDOW, both_kernels, cut
+from tests.triton_kernels.adapter import (
+    DEVICE,
+    interpreted_nan,
+    public_function,
+    to_numpy,
+    to_torch,
+)
+
+GUARD = 4096  # elements before and behind a tensor
+
+
+def guarded(x, value=float("nan"), guard=GUARD):
+    """A copy of x inside a larger buffer that is filled with a value, and that buffer."""
+    buffer = torch.full((x.numel() + 2 * guard,), value, dtype=x.dtype, device=x.device)
+    inside = buffer[guard : guard + x.numel()].view(x.shape)
+    inside.copy_(x)
+    return inside, buffer
+
+
+@pytest.fixture
+def new_tensors(monkeypatch):
+    """Every tensor that torch.empty makes stands between guards; the buffers, in order."""
+    buffers = []
+    empty = torch.empty
+
+    def guarded_empty(*size, **options):
+        x = empty(*size, **options)
+        if not x.is_floating_point():
+            return x
+        inside, buffer = guarded(torch.full_like(x, float("nan")), value=7.0)
+        buffers.append(buffer)
+        return inside
+
+    monkeypatch.setattr(torch, "empty", guarded_empty)
+    return buffers
+
+
+HOSTILE = {
+    "legal": (0, 9, 9, 20, 27),
+    "negative": (-5, 4, -9, 30, 30),
+    "beyond the end": (0, 40, 2**31 - 1, 50, 60),
+    "decreasing": (30, 20, 10, 5, 0),
+    "back and forth": (0, 30, 3, 29, 1),
+    "the whole range": (-(2**31), 2**31 - 1, -(2**31), 2**31 - 1, 0),
+    "all beyond the end": (31, 32, 33, 34, 35),
+    "all negative": (-4, -3, -2, -1, -1),
+}
+
+
+@both_kernels
+@pytest.mark.parametrize("fuse", ["qk", "none"])
+@pytest.mark.parametrize("cu_seqlens", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("guard", [GUARD, GUARD + 1], ids=["aligned", "unaligned"])
+def test_nothing_outside_the_tensors_is_read_or_written(
+    cu_seqlens, fuse, max_seqlen, guard, new_tensors
+):
+    # 30 tokens, 1 head of 72 = 64 + 8 columns: no side is a multiple of a tile's.
+    case = cut(cu_seqlens, tokens=30, head_dim=72, heads=1, dtype="float32")
+    *tensors, cu_seqlens = (to_torch(x) for x in case.separate)
+    inputs = [guarded(x, guard=guard) for x in tensors]
+    seqlens, _ = guarded(cu_seqlens, value=15)
+    result = public_function(False)(
+        *(inside for inside, _ in inputs), seqlens,
+        max_seqlen=max_seqlen, fuse=fuse, implementation="triton",
+    )  # fmt: skip
+    assert torch.isfinite(result).all()  # a read beside the tensors would have been NaN
+    for before, (inside, buffer) in zip(tensors, inputs, strict=True):
+        assert torch.equal(inside, before)
+        assert buffer.isnan().sum() == 2 * guard
+    assert len(new_tensors) == (1 if fuse == "qk" else 3)
+    for buffer in new_tensors:
+        assert (buffer[:GUARD] == 7).all()
+        assert (buffer[-GUARD:] == 7).all()
+
+
+LAYOUTS = {
+    "heads before tokens": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every second token": lambda x: x.repeat_interleave(2, dim=0)[::2],
+    "part of a wider head": lambda x: torch.nn.functional.pad(x, (8, 24))[..., 8:-24],
+    "an odd offset": lambda x: torch.nn.functional.pad(x, (3, 2))[..., 3:-2],
+    "some of more heads": lambda x: torch.nn.functional.pad(x, (0, 0, 1, 2))[:, 1:-2],
+}
+
+
+@both_kernels
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_any_strides_are_taken(layout, max_seqlen):
+    case = make_case((9, 0, 16, 1), trailing=3)
+    q, k, v, *rest = map(to_torch, case.separate)
+    for fuse in ("qk", "none"):
+        # Strides of each tensor's own: k keeps its.
+        result = public_function(False)(
+            layout(q), k, layout(v), *rest,
+            max_seqlen=max_seqlen, fuse=fuse, implementation="triton",
+        )  # fmt: skip
+        assert result.is_contiguous()
+        assert_accurate(to_numpy(result), case)
+
+
+def test_heads_and_angles_may_share_memory():
+    case = make_case((9, 16), heads=1)
+    q, k, v, cos, sin, cu_seqlens = map(to_torch, case.separate)
+    options = {"max_seqlen": WINDOW, "implementation": "triton"}
+    one = public_function(False)(q, k, v, cos, sin, cu_seqlens, **options)
+    both = torch.cat([cos, sin], dim=1)
+    three = public_function(False)(
+        *(x.expand(-1, 3, -1) for x in (q, k, v)), *both.chunk(2, dim=1), cu_seqlens, **options
+    )
+    assert torch.equal(three, one.expand(-1, 3, -1))
+
+
+@both_kernels
+def test_qkv_of_any_strides_is_read_in_place(max_seqlen):
+    qkv, *rest = map(to_torch, make_case((9, 16), trailing=3).packed)
+    options = {"max_seqlen": max_seqlen, "implementation": "triton"}
+    contiguous = public_function(True)(qkv, *rest, **options)
+    # [tokens, heads, 3, head_dim] in memory, and a bias behind each head.
+    wide = torch.nn.functional.pad(qkv.transpose(1, 2).contiguous(), (0, 16))
+    strided = public_function(True)(wide[..., :-16].transpose(1, 2), *rest, **options)
+    assert torch.equal(strided, contiguous)
+
+
+@both_kernels
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("fuse", ["qk", "q", "none"])
+def test_inputs_are_left_as_they_are(packed, fuse, max_seqlen):
+    case = make_case((9, 16), head_dim=16)
+    arguments = list(map(to_torch, case.packed if packed else case.separate))
+    before = [x.clone() for x in arguments]
+    public_function(packed)(*arguments, max_seqlen=max_seqlen, fuse=fuse, implementation="triton")
+    for x, y in zip(arguments, before, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_seqlen", [64, STREAM])
+def test_memory_is_taken_for_the_result_alone(max_seqlen):
+    tokens, heads, head_dim = 64 * 256, 16, 80
+    qkv = torch.randn(tokens, heads, 3, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    qkv = qkv.transpose(1, 2)
+    angles = torch.ones(tokens, head_dim // 2, device=DEVICE)
+    cu_seqlens = torch.arange(0, tokens + 1, 64, device=DEVICE, dtype=torch.int32)
+    attend = public_function(True)
+    for _ in range(2):  # the first call compiles
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = attend(qkv, angles, angles, cu_seqlens, max_seqlen=max_seqlen, fuse="qk")
+        peak = torch.cuda.max_memory_allocated() - before
+        size = out.numel() * out.element_size()
+        del out
+    assert peak <= size + 2**20
+
+
+def test_any_cu_seqlens_with_nan_everywhere_is_safe():
+    case = cut((5, 2**31 - 1, -7, 3), tokens=30, head_dim=16)
+    arguments = [to_torch(np.full_like(x, np.nan)) for x in case.separate[:5]]
+    with interpreted_nan():
+        result = public_function(False)(
+            *arguments, to_torch(case.cu_seqlens), max_seqlen=WINDOW, implementation="triton"
+        )
+    assert ((result == 0) | result.isnan()).all()

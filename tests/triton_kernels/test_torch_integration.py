@@ -1,0 +1,147 @@
+"""triton_kernels as PyTorch operators: opcheck, torch.compile, fake tensors, CUDA graphs."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import triton_kernels
+from tests.kernel_cases import make_case
+from tests.triton_kernels.adapter import DEVICE, public_function, to_torch
+
+both_forms = pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+
+
+def arguments_of(packed, lengths=(5, 9), requires_grad=False, dtype="float32"):
+    case = make_case(lengths, head_dim=16, dtype=dtype, trailing=2)
+    *tensors, cu_seqlens = map(to_torch, case.packed if packed else case.separate)
+    return [*(x.requires_grad_(requires_grad) for x in tensors), cu_seqlens]
+
+
+@both_forms
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
+def test_operators_are_registered_as_pytorch_asks(packed, requires_grad, kernel):
+    operator = getattr(torch.ops.fused_rope_attention, "qkvpacked" if packed else "varlen")
+    arguments = arguments_of(packed, requires_grad=requires_grad)
+    torch.library.opcheck(operator.default, (*arguments, 16, 0.25, "auto", kernel))
+
+
+def attend(packed, *arguments, **options):
+    options = {"max_seqlen": 16, "implementation": "triton", **options}
+    return public_function(packed)(*arguments, **options)
+
+
+@both_forms
+def test_compiles_without_a_graph_break(packed):
+    def layer(*arguments):
+        return attend(packed, *arguments) * 2 + 1
+
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    arguments = arguments_of(packed)
+    torch.testing.assert_close(compiled(*arguments), layer(*arguments), rtol=0, atol=0)
+
+
+def test_compiles_once_for_any_number_of_tokens():
+    torch.compiler.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda *x: attend(True, *x), fullgraph=True, backend=backend, dynamic=True
+    )
+    # Not 2 segments first: PyTorch would take the 3 values of cu_seqlens for the 3 of qkv.
+    for lengths in ((5, 9, 1), (7, 0, 8, 16), (1, 2, 3, 4, 0)):
+        arguments = arguments_of(True, lengths)
+        expected = attend(True, *arguments)
+        torch.testing.assert_close(compiled(*arguments), expected, rtol=0, atol=0)
+    assert backend.frame_count == 1
+
+
+@both_forms
+def test_gradients_through_a_compiled_call(packed):
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda *x: attend(packed, *x).square().sum(), fullgraph=True, backend="aot_eager"
+    )
+    gradients = []
+    for function in (compiled, lambda *x: attend(packed, *x).square().sum()):
+        arguments = arguments_of(packed, requires_grad=True)
+        function(*arguments).backward()
+        gradients.append([x.grad for x in arguments[:-1]])
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+@both_forms
+def test_fake_tensors_tell_shape_dtype_and_layout(packed):
+    with FakeTensorMode() as mode:
+        arguments = [mode.from_tensor(x) for x in arguments_of(packed, dtype="bfloat16")]
+        result = attend(packed, *arguments, max_seqlen=None)
+    real = attend(packed, *arguments_of(packed, dtype="bfloat16"))
+    assert (result.shape, result.dtype, result.device) == (real.shape, real.dtype, real.device)
+    assert result.stride() == real.stride()
+
+
+def test_the_kernel_on_a_cpu_needs_the_interpreter(monkeypatch):
+    monkeypatch.setattr(triton_kernels.attention, "INTERPRETED", False)
+    arguments = [x.cpu() for x in arguments_of(True)]
+    with pytest.raises(ValueError, match=r"needs tensors on a CUDA GPU .*TRITON_INTERPRET.* cpu"):
+        attend(True, *arguments)
+
+
+@pytest.mark.gpu
+@both_forms
+@pytest.mark.parametrize("max_seqlen", [16, 4096])
+def test_compiles_with_inductor(packed, max_seqlen):
+    def layer(*arguments):
+        return attend(packed, *arguments, max_seqlen=max_seqlen).float().square().mean()
+
+    torch.compiler.reset()
+    arguments = arguments_of(packed, dtype="bfloat16")
+    compiled = torch.compile(layer, fullgraph=True)
+    torch.testing.assert_close(compiled(*arguments), layer(*arguments))
+
+
+@pytest.mark.gpu
+@both_forms
+@pytest.mark.parametrize("fuse", ["qk", "none"])
+@pytest.mark.parametrize("max_seqlen", [16, 4096])
+def test_cuda_graph_capture(packed, fuse, max_seqlen):
+    options = {"max_seqlen": max_seqlen, "fuse": fuse}
+    first, second = arguments_of(packed, (5, 9, 3)), arguments_of(packed, (9, 5, 3))
+    held = [x.clone() for x in first]
+    stream = torch.cuda.Stream()  # warm up where the graph is captured
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        attend(packed, *held, **options)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = attend(packed, *held, **options)
+    for arguments in (second, first):
+        for x, y in zip(held, arguments, strict=True):
+            x.copy_(y)
+        graph.replay()
+        assert torch.equal(result, attend(packed, *arguments, **options))
+
+
+@pytest.mark.gpu
+def test_runs_on_the_current_stream():
+    arguments = arguments_of(True, dtype="bfloat16")
+    expected = attend(True, *arguments)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**8)  # longer than any launch: a kernel elsewhere would not wait
+        late = [torch.zeros_like(x).copy_(x) for x in arguments]
+        result = attend(True, *late)
+    stream.synchronize()
+    assert torch.equal(result, expected)
+
+
+def test_auto_is_the_kernel_on_a_gpu_and_else_the_reference():
+    arguments = arguments_of(True, dtype="bfloat16")
+    expected = attend(
+        True, *arguments, implementation="triton" if DEVICE == "cuda" else "reference"
+    )
+    assert torch.equal(attend(True, *arguments, implementation="auto"), expected)
