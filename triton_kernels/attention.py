@@ -139,8 +139,8 @@ def _attend(
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(q):
         if fuse == "none":
-            q = _rotate(q, cos, sin)
-        if fuse != "qk":
+            q, k = _rotate_both(q, k, cos, sin)
+        elif fuse == "q":
             k = _rotate(k, cos, sin)
         return _launch(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse)
 
@@ -195,8 +195,25 @@ def _strides(
     return False, (*strides, angle_stride)
 
 
+def _rotate_both(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k rotated; in one launch where K's heads lie behind Q's, as in a packed projection."""
+    heads, step = q.shape[1], q.stride(1)
+    behind = (
+        q.stride() == k.stride()
+        and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+        and k.storage_offset() - q.storage_offset() == heads * step
+    )
+    if not behind:
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    both = q.as_strided((q.shape[0], 2 * heads, q.shape[2]), q.stride())
+    rotated = _rotate(both, cos, sin)
+    return rotated[:, :heads], rotated[:, heads:]
+
+
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """X [tokens, heads, head_dim] rotated, in the paired order that the attention kernels read."""
+    """x [tokens, heads, head_dim] rotated, in the paired order that the attention kernels read."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch_rotate(x, out, cos, sin, paired=True)
     return out
