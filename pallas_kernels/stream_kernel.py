@@ -126,6 +126,10 @@ def visit_keys(
     """Fold one block of keys into the online softmax."""
     head_dim, rotary_dim = k_head.ref.shape[-1], 2 * cos_ref.shape[1]
     row_max, row_sum, acc, acc_tail = state
+    # V first: see window_kernel.
+    v = load_columns(v_head, rows, 0, main, head_dim)  # [block_k, main]
+    if tail > 0:
+        v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block_k, tail]
     cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
     k = load_rotary(
         k_head, rows, cos, sin, 0, main, head_dim, rotary_dim, rotate_k
@@ -146,10 +150,8 @@ def visit_keys(
     row_sum = row_sum * decay + jnp.sum(p, axis=1)
     p = p.astype(k.dtype)
 
-    v = load_columns(v_head, rows, 0, main, head_dim)  # [block_k, main]
     acc = dot(p, v, acc * decay[:, None])
     if tail > 0:
-        v_tail = load_columns(v_head, rows, main, tail, head_dim)
         acc_tail = dot(p, v_tail, acc_tail * decay[:, None])
     return new_max, row_sum, acc, acc_tail
 

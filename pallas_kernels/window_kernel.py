@@ -102,7 +102,7 @@ def window_kernel(
 
     # Tokens of no segment stand before the first and behind the last: each program clears a share.
     share = segments * block
-    before = jnp.minimum(cu_seqlens_ref[0], tokens)
+    before = jnp.clip(cu_seqlens_ref[0], 0, tokens)
     behind = jnp.clip(cu_seqlens_ref[segments], 0, tokens)
     fill_rows(out_head, segment * block, before, share, 0.0, main, tail, block)
     fill_rows(out_head, behind + segment * block, tokens, share, 0.0, main, tail, block)

@@ -9,6 +9,7 @@ except ImportError as error:
         "pip install 'fused-rope-attention[torch]'"
     ) from error
 
+from triton_kernels import operators as _operators  # noqa: F401  registers them
 from triton_kernels.attention import fused_rope_attention, fused_rope_attention_qkvpacked
 from triton_kernels.checks import check_cu_seqlens
 from triton_kernels.reference import rope_attention_reference

@@ -1,7 +1,5 @@
 """The public functions: check arguments, choose the kernel and how much to fuse, launch."""
 
-from typing import Any
-
 import torch
 import triton
 
@@ -20,10 +18,6 @@ from triton_kernels.window_kernel import window_kernel
 
 LOG2_E = 1.4426950408889634
 INTERPRETED = triton.knobs.runtime.interpret
-
-_ARGUMENTS = (
-    "Tensor cos, Tensor sin, Tensor cu_seqlens, int? max_seqlen, float scale, str fuse, bool kernel"
-)
 
 
 def fused_rope_attention(
@@ -115,7 +109,7 @@ def _runs_kernel(x: torch.Tensor, implementation: str) -> bool:
     )
 
 
-def _attend(
+def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -127,7 +121,7 @@ def _attend(
     fuse: str,
     kernel: bool,
 ) -> torch.Tensor:
-    """The computation behind both registered operators; the arguments are checked."""
+    """The computation behind the registered operators; the arguments are checked."""
     if q.numel() == 0 or cu_seqlens.shape[0] == 1:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     if not kernel:
@@ -234,53 +228,3 @@ def launch_rotate(
         launch.block, launch.block_k,
         num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-def _attend_packed(qkv: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return _attend(*qkv.unbind(1), *arguments)
-
-
-# Registration with torch.library: opaque to torch.compile, differentiable by the reference.
-
-_library = torch.library.Library("fused_rope_attention", "DEF")
-_library.define(f"varlen(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> Tensor")
-_library.define(f"qkvpacked(Tensor qkv, {_ARGUMENTS}) -> Tensor")
-for _device in ("CPU", "CUDA"):
-    _library.impl("varlen", _attend, _device)
-    _library.impl("qkvpacked", _attend_packed, _device)
-
-
-@torch.library.register_fake("fused_rope_attention::varlen", lib=_library)
-def _(q: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return q.new_empty(q.shape)
-
-
-@torch.library.register_fake("fused_rope_attention::qkvpacked", lib=_library)
-def _(qkv: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return qkv.new_empty((qkv.shape[0], *qkv.shape[2:]))
-
-
-def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    *tensors, cu_seqlens, _max_seqlen, scale, _fuse, _kernel = inputs
-    ctx.save_for_backward(*tensors, cu_seqlens)
-    ctx.scale = scale
-
-
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Differentiate the reference, computed again from the saved inputs."""
-    *tensors, cu_seqlens = ctx.saved_tensors
-    needed = ctx.needs_input_grad[: len(tensors)]
-    with torch.enable_grad():
-        tensors = [x.detach().requires_grad_(n) for x, n in zip(tensors, needed, strict=True)]
-        *qkv, cos, sin = tensors
-        q, k, v = qkv[0].unbind(1) if len(qkv) == 1 else qkv
-        out = rope_attention_reference(q, k, v, cos, sin, cu_seqlens, ctx.scale)
-    wanted = [x for x in tensors if x.requires_grad]
-    grads = iter(torch.autograd.grad(out, wanted, grad))
-    return (*(next(grads) if n else None for n in needed), None, None, None, None, None)
-
-
-for _name in ("varlen", "qkvpacked"):
-    torch.library.register_autograd(
-        f"fused_rope_attention::{_name}", _backward, setup_context=_save, lib=_library
-    )

@@ -30,10 +30,10 @@ def rotate_kernel(
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program for each (token block, group of heads)."""
-    if ALIGNED:  # written out, the compiler sees that it may load 16 bytes at a time
-        x_stride, x_head_stride = x_stride * 8, x_head_stride * 8
-        out_stride, out_head_stride = out_stride * 8, out_head_stride * 8
-        angle_stride = angle_stride * 4
+    # Written out, the factors tell the compiler that it may load 16 bytes at a time.
+    UNIT: tl.constexpr = 8 if ALIGNED else 1
+    x_stride, out_stride = x_stride * UNIT, out_stride * UNIT
+    angle_stride = angle_stride * (4 if ALIGNED else 1)
     groups = tl.cdiv(heads, GROUP)
     first = (tl.program_id(0) // groups).to(tl.int64) * BLOCK
     first_head = (tl.program_id(0) % groups) * GROUP
@@ -47,7 +47,7 @@ def rotate_kernel(
 
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
     for i in range(0, group):
-        head = (first_head + i).to(tl.int64)
+        head = (first_head + i).to(tl.int64) * UNIT
         rotate_tile(
             x_ptr + head * x_head_stride, x_stride,
             out_ptr + head * out_head_stride, out_stride,
@@ -56,7 +56,7 @@ def rotate_kernel(
     if TAIL > 0:
         cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
         for i in range(0, group):
-            head = (first_head + i).to(tl.int64)
+            head = (first_head + i).to(tl.int64) * UNIT
             rotate_tile(
                 x_ptr + head * x_head_stride, x_stride,
                 out_ptr + head * out_head_stride, out_stride,

@@ -42,11 +42,10 @@ def stream_kernel(
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program for each (head, token block); blocks run fastest and share the head's K and V."""
-    if ALIGNED:  # written out, the compiler sees that it may load 16 bytes at a time
-        q_stride, q_head_stride = q_stride * 8, q_head_stride * 8
-        k_stride, k_head_stride = k_stride * 8, k_head_stride * 8
-        v_stride, v_head_stride = v_stride * 8, v_head_stride * 8
-        angle_stride = angle_stride * 4
+    # Written out, the factors tell the compiler that it may load 16 bytes at a time.
+    UNIT: tl.constexpr = 8 if ALIGNED else 1
+    q_stride, k_stride, v_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT
+    angle_stride = angle_stride * (4 if ALIGNED else 1)
     blocks = tl.cdiv(tokens, BLOCK)
     head = tl.program_id(0) // blocks
     block_start = (tl.program_id(0) % blocks) * BLOCK
@@ -57,9 +56,9 @@ def stream_kernel(
     token = block_start + rows
 
     first = block_start.to(tl.int64)
-    q_ptr += first * q_stride + head.to(tl.int64) * q_head_stride
-    k_ptr += head.to(tl.int64) * k_head_stride
-    v_ptr += head.to(tl.int64) * v_head_stride
+    q_ptr += first * q_stride + head.to(tl.int64) * q_head_stride * UNIT
+    k_ptr += head.to(tl.int64) * k_head_stride * UNIT
+    v_ptr += head.to(tl.int64) * v_head_stride * UNIT
     out_stride = HEADS * HEAD_DIM
     out_ptr += first * out_stride + head * HEAD_DIM
 
@@ -140,6 +139,10 @@ def visit_keys(
     v_ptr += first * v_stride
     cos_ptr += first * angle_stride
     sin_ptr += first * angle_stride
+    # V first: see window_kernel.
+    v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK_K, MAIN]
+    if TAIL > 0:
+        v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)  # [BLOCK_K, TAIL]
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
     k = load_rotary(
         k_ptr, k_stride, rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K
@@ -160,10 +163,8 @@ def visit_keys(
     row_sum = row_sum * decay + tl.sum(p, 1)
     p = cast(p, k.dtype)
 
-    v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK_K, MAIN]
     acc = dot(p, v, acc * decay[:, None])
     if TAIL > 0:
-        v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)
         acc_tail = dot(p, v_tail, acc_tail * decay[:, None])
     return new_max, row_sum, acc, acc_tail
 

@@ -40,11 +40,10 @@ def window_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program for each (segment, head); heads run fastest, so neighbours share cache lines."""
-    if ALIGNED:  # written out, the compiler sees that it may load 16 bytes at a time
-        q_stride, q_head_stride = q_stride * 8, q_head_stride * 8
-        k_stride, k_head_stride = k_stride * 8, k_head_stride * 8
-        v_stride, v_head_stride = v_stride * 8, v_head_stride * 8
-        angle_stride = angle_stride * 4
+    # Written out, the factors tell the compiler that it may load 16 bytes at a time.
+    UNIT: tl.constexpr = 8 if ALIGNED else 1
+    q_stride, k_stride, v_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT
+    angle_stride = angle_stride * (4 if ALIGNED else 1)
     segment = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     dtype = out_ptr.dtype.element_ty
@@ -57,9 +56,9 @@ def window_kernel(
     mask = rows < length
     # Offsets count from the segment's start and fit 32 bits.
     first = start.to(tl.int64)
-    q_ptr += first * q_stride + head.to(tl.int64) * q_head_stride
-    k_ptr += first * k_stride + head.to(tl.int64) * k_head_stride
-    v_ptr += first * v_stride + head.to(tl.int64) * v_head_stride
+    q_ptr += first * q_stride + head.to(tl.int64) * q_head_stride * UNIT
+    k_ptr += first * k_stride + head.to(tl.int64) * k_head_stride * UNIT
+    v_ptr += first * v_stride + head.to(tl.int64) * v_head_stride * UNIT
     cos_ptr += first * angle_stride
     sin_ptr += first * angle_stride
 
@@ -113,7 +112,7 @@ def window_kernel(
 
     # Tokens of no segment stand before the first and behind the last: each program clears a share.
     share = segments * BLOCK
-    before = tl.minimum(tl.load(cu_seqlens_ptr), tokens)
+    before = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr), 0), tokens)
     behind = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + segments), 0), tokens)
     fill_rows(out_ptr, segment * BLOCK, before, share, 0.0, HEADS, HEAD_DIM, MAIN, TAIL, BLOCK)
     fill_rows(

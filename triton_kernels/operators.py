@@ -1,0 +1,88 @@
+"""Registration with torch.library: opaque to torch.compile, differentiable by the reference."""
+
+from typing import Any
+
+import torch
+
+from triton_kernels.attention import attend
+from triton_kernels.reference import rope_attention_reference
+
+_ARGUMENTS = (
+    "Tensor cos, Tensor sin, Tensor cu_seqlens, int? max_seqlen, float scale, str fuse, bool kernel"
+)
+_library = torch.library.Library("fused_rope_attention", "DEF")
+_library.define(f"varlen(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> Tensor")
+_library.define(f"qkvpacked(Tensor qkv, {_ARGUMENTS}) -> Tensor")
+_library.define(
+    "backward(Tensor grad, Tensor[] tensors, Tensor cu_seqlens, float scale, bool[] needed)"
+    " -> Tensor[]"
+)
+
+
+def _attend_packed(qkv: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return attend(*qkv.unbind(1), *arguments)
+
+
+def _differentiate(
+    grad: torch.Tensor,
+    tensors: list[torch.Tensor],
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    needed: list[bool],
+) -> list[torch.Tensor]:
+    """Differentiate the reference, computed again; tensors are (q, k, v, cos, sin) or packed."""
+    with torch.enable_grad():
+        tensors = [x.detach().requires_grad_(n) for x, n in zip(tensors, needed, strict=True)]
+        *qkv, cos, sin = tensors
+        q, k, v = qkv[0].unbind(1) if len(qkv) == 1 else qkv
+        out = rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
+    wanted = [x for x in tensors if x.requires_grad]
+    return list(torch.autograd.grad(out, wanted, grad))
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("varlen", attend, _device)
+    _library.impl("qkvpacked", _attend_packed, _device)
+    _library.impl("backward", _differentiate, _device)
+
+
+@torch.library.register_fake("fused_rope_attention::varlen", lib=_library)
+def _(q: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+@torch.library.register_fake("fused_rope_attention::qkvpacked", lib=_library)
+def _(qkv: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return qkv.new_empty((qkv.shape[0], *qkv.shape[2:]))
+
+
+@torch.library.register_fake("fused_rope_attention::backward", lib=_library)
+def _(
+    grad: torch.Tensor,
+    tensors: list[torch.Tensor],
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    needed: list[bool],
+) -> list[torch.Tensor]:
+    return [torch.empty_like(x) for x, n in zip(tensors, needed, strict=True) if n]
+
+
+def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    *tensors, cu_seqlens, _max_seqlen, scale, _fuse, _kernel = inputs
+    ctx.save_for_backward(*tensors, cu_seqlens)
+    ctx.scale = scale
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    *tensors, cu_seqlens = ctx.saved_tensors
+    needed = list(ctx.needs_input_grad[: len(tensors)])
+    grads = iter(
+        torch.ops.fused_rope_attention.backward(grad, tensors, cu_seqlens, ctx.scale, needed)
+    )
+    return (*(next(grads) if n else None for n in needed), None, None, None, None, None)
+
+
+for _name in ("varlen", "qkvpacked"):
+    torch.library.register_autograd(
+        f"fused_rope_attention::{_name}", _backward, setup_context=_save, lib=_library
+    )
