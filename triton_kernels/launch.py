@@ -63,7 +63,9 @@ def stream_launch(head_dim: int, dtype: torch.dtype, aligned: bool) -> Launch:
         return Launch(32, 32, num_warps=4, num_stages=1)
     if head_dim > 128:
         return Launch(128, 32, num_warps=8, num_stages=2)
-    return Launch(64, 64, num_warps=4, num_stages=3 if head_dim <= 96 else 2)
+    if head_dim > 96:
+        return Launch(128, 64, num_warps=8, num_stages=2)
+    return Launch(64, 64, num_warps=4, num_stages=3)
 
 
 @functools.cache
