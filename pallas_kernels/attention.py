@@ -56,7 +56,7 @@ def fused_rope_attention(
             else "none".
         implementation: "triton" is the kernel on Pallas' Triton backend (on a CPU: in Pallas'
             interpreter), "reference" plain jnp; "auto" the kernel where the computation runs on a
-            CUDA GPU, else the reference.
+            CUDA GPU of compute capability 8.0 or newer, else the reference.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of q; exactly 0 for padding.
@@ -151,13 +151,25 @@ def _attention(
         reference = functools.partial(_reference, plan)
         kernel = functools.partial(_kernel, plan, False)
         interpreted = functools.partial(_kernel, plan, True)
-        if plan.implementation == "reference":
+        if plan.implementation == "reference" or (
+            plan.implementation == "auto" and _gpu_is_too_old()
+        ):
             return reference(*arguments)
         if plan.implementation == "auto":
             return jax.lax.platform_dependent(*arguments, cuda=kernel, default=reference)
         return jax.lax.platform_dependent(*arguments, cuda=kernel, cpu=interpreted)
 
     return attend(qkv, cos, sin, cu_seqlens)
+
+
+@functools.cache
+def _gpu_is_too_old() -> bool:
+    """Whether a GPU here has no tensor cores for bf16, which came with compute capability 8.0."""
+    try:
+        gpus = jax.local_devices(backend="gpu")
+    except RuntimeError:  # there is none, but one may be lowered for
+        return False
+    return any(float(gpu.compute_capability) < 8.0 for gpu in gpus)
 
 
 def _forward(plan: _Plan, *arguments: tuple | jax.Array) -> tuple[jax.Array, tuple]:
