@@ -125,7 +125,8 @@ def _plan(
     if max_seqlen is None:
         if isinstance(cu_seqlens, jax.core.Tracer):
             raise ValueError("max_seqlen must be given where cu_seqlens is traced (under jit)")
-        max_seqlen = int(np.diff(np.asarray(cu_seqlens), prepend=0).max())
+        max_seqlen = np.diff(np.asarray(cu_seqlens), prepend=0).max()
+    max_seqlen = int(max_seqlen)
     if fuse == "auto":
         fuse = "qk" if max_seqlen <= window_limit(arrays[0].dtype) else "none"
     scale = arrays[0].shape[-1] ** -0.5 if scale is None else float(scale)

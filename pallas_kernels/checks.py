@@ -1,6 +1,7 @@
 """What the public functions accept, said in one place, and said clearly when it is not met."""
 
 import math
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def check_arguments(
         raise ValueError(f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
     _check_angles(tokens, head_dim, cos, sin)
     _check_cu_seqlens_form(cu_seqlens)
-    if max_seqlen is not None and (not isinstance(max_seqlen, int) or max_seqlen < 0):
+    if max_seqlen is not None and (not isinstance(max_seqlen, Integral) or max_seqlen < 0):
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite or None, got {scale!r}")

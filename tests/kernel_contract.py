@@ -101,6 +101,13 @@ class KernelContract:
         case = make_case(LENGTHS, head_dim=head_dim, rotary_dim=rotary_dim, dtype="float32")
         assert_accurate(self.attention(case, max_seqlen=max_seqlen, fuse=fuse), case)
 
+    def test_max_seqlen_may_be_any_integer(self):
+        case = make_case(LENGTHS, trailing=3)
+        assert_same_bits(
+            self.attention(case, max_seqlen=np.int64(WINDOW)),
+            self.attention(case, max_seqlen=WINDOW),
+        )
+
     @pytest.mark.parametrize("lengths", [(64, 63, 17), (128, 100)], ids=str)
     def test_windows_of_an_image(self, lengths):
         case = make_case(lengths, trailing=5)

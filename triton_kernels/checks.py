@@ -1,6 +1,7 @@
 """What the public functions accept, said in one place, and said clearly when it is not met."""
 
 import math
+from numbers import Integral
 
 import torch
 
@@ -91,7 +92,7 @@ def check_arguments(
     _check_cu_seqlens_form(cu_seqlens)
     if cu_seqlens.device != first.device:
         raise ValueError(f"cu_seqlens must be on {first.device}, got {cu_seqlens.device}")
-    if max_seqlen is not None and (not isinstance(max_seqlen, int) or max_seqlen < 0):
+    if max_seqlen is not None and (not isinstance(max_seqlen, Integral) or max_seqlen < 0):
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
