@@ -7,7 +7,6 @@ A file is a JSON object with `part`, `device`, `driver`, `versions`, `date`, `ce
 import json
 import math
 import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -131,14 +130,12 @@ def write(results: Results, path: Path) -> None:
     """
     check_writable(path)
     text = json.dumps(asdict(results), indent=1, allow_nan=False) + "\n"
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Results:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 import flax_models
 from flax_models import ImageError, VisionConfig, preprocess
@@ -202,7 +202,8 @@ def _write(out: Path, embeddings: list[np.ndarray], grid_thw: np.ndarray, names:
 
 
 def _write_safetensors(path: Path, arrays: dict[str, np.ndarray], names: list[str]) -> None:
-    save_file(arrays, path, metadata={"images": json.dumps(names)})
+    with path.open("xb") as file:  # given a path, safetensors makes a file only its owner can read
+        file.write(save(arrays, metadata={"images": json.dumps(names)}))
 
 
 def _write_npz(path: Path, arrays: dict[str, np.ndarray], names: list[str]) -> None:
