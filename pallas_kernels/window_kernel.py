@@ -55,7 +55,7 @@ def window_kernel(
 
     # Q and K are rotated outside the branch that multiplies them. Within one block of code the
     # compiler moves the layout of the product's operand up to the loads and converts q, cos and
-    # sin through shared memory one by one: 134 registers a thread in place of 88.
+    # sin through shared memory one by one: 130 registers a thread in place of 86.
     cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)  # [block, main / 2]
     q = load_rotary(
         q_head, rows, cos, sin, 0, main, head_dim, rotary_dim, rotate_q
@@ -73,7 +73,7 @@ def window_kernel(
         )  # [block, tail]
 
     # V is on its way while Q meets K. (Loaded further down, ptxas 12.8 gets the address of the
-    # second of two products with V wrong; the GPU tests would show it.)
+    # second of two products with V wrong; a test looks for that in the machine code.)
     v = load_columns(v_head, rows, 0, main, head_dim)  # [block, main]
     if tail > 0:
         v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block, tail]

@@ -64,7 +64,7 @@ def window_kernel(
 
     # Q and K are rotated outside the branch that multiplies them. Within one block of code the
     # compiler moves the layout of the product's operand up to the loads and converts q, cos and
-    # sin through shared memory one by one: 134 registers a thread in place of 88.
+    # sin through shared memory one by one: 130 registers a thread in place of 86.
     cos, sin = load_angles(
         cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM
     )  # [BLOCK, MAIN / 2]
@@ -84,7 +84,7 @@ def window_kernel(
         )  # [BLOCK, TAIL]
 
     # V is on its way while Q meets K. (Loaded further down, ptxas 12.8 gets the address of the
-    # second of two products with V wrong; the GPU tests would show it.)
+    # second of two products with V wrong; a test looks for that in the machine code.)
     v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK, MAIN]
     if TAIL > 0:
         v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)  # [BLOCK, TAIL]
