@@ -147,10 +147,14 @@ def _scaled(name: str, draw: torch.Tensor) -> torch.Tensor:
 
 
 def _register(name: str, varlen: Any) -> None:
-    try:
-        from transformers import AttentionInterface
-    except ImportError:
-        raise UnavailableError("a varlen attention needs transformers 5") from None
+    import transformers
+
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        # It exists before, but gets no cu_seqlens unless its name is that of flash attention.
+        raise UnavailableError(
+            f"a varlen attention in Hugging Face's tower needs transformers 5, "
+            f"found {transformers.__version__}"
+        )
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **kw: Any
@@ -159,4 +163,4 @@ def _register(name: str, varlen: Any) -> None:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return varlen(q, k, v, kw["cu_seq_lens_q"], kw["max_length_q"])[None], None
 
-    AttentionInterface.register(name, attend)
+    transformers.AttentionInterface.register(name, attend)
