@@ -16,7 +16,7 @@ from torch import nn
 
 from compare.torch_blocks import Block, PatchEmbed, PatchMerger, Segments
 from flax_models import Layout, VisionConfig, plan_layout, read_checkpoint
-from flax_models.layout import inverse_frequencies
+from flax_models.layout import check_patches, inverse_frequencies
 from flax_models.weights import tower_weights
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -215,12 +215,7 @@ def _frequencies(config: VisionConfig, device: torch.device) -> torch.Tensor:
 def _check_patches(config: VisionConfig, pixel_values: Any, layout: Layout) -> torch.Tensor:
     if not isinstance(pixel_values, torch.Tensor):
         pixel_values = _as_tensor(np.asarray(pixel_values))
-    expected = (layout.num_tokens, config.patch_dim)
-    if pixel_values.shape != expected:
-        raise ValueError(
-            f"pixel_values must be {list(expected)}, a row for each patch of grid_thw, "
-            f"got {list(pixel_values.shape)}"
-        )
+    check_patches(config, layout, pixel_values.shape)
     if not pixel_values.is_floating_point():
         raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
     return pixel_values

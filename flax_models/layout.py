@@ -6,6 +6,7 @@ Window order is the same with the merge units of each window brought together; a
 into it once at its entrance and out of it once at its exit.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -84,6 +85,20 @@ def inverse_frequencies(config: VisionConfig) -> np.ndarray:
     channels = config.head_dim // 2  # half of a head rotates by rows, half by columns
     exponents = np.arange(0, channels, 2, dtype=np.float32) / np.float32(channels)
     return np.float32(1) / np.float32(config.rope_theta) ** exponents
+
+
+def check_patches(config: VisionConfig, layout: Layout, shape: Sequence[int]) -> None:
+    """Check the shape of pixel_values, before padding, against the layout of their grid.
+
+    Raises:
+        ValueError: it is not [layout.num_tokens, config.patch_dim].
+    """
+    expected = (layout.num_tokens, config.patch_dim)
+    if tuple(shape) != expected:
+        raise ValueError(
+            f"pixel_values must be {list(expected)}, a row for each patch of grid_thw, "
+            f"got {list(shape)}"
+        )
 
 
 def rotary_angles(config: VisionConfig, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,7 @@ from flax_models.blocks import Block, PatchEmbed, PatchMerger, Segments
 from flax_models.buckets import choose_bucket
 from flax_models.checkpoint import read_checkpoint
 from flax_models.config import VisionConfig
-from flax_models.layout import Layout, inverse_frequencies, plan_layout
+from flax_models.layout import Layout, check_patches, inverse_frequencies, plan_layout
 from flax_models.weights import tower_weights
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -241,12 +241,7 @@ def _pad_patches(
     """Check patches against their layout and pad them, on the host if that is where they are."""
     if not isinstance(pixel_values, jax.Array):
         pixel_values = np.asarray(pixel_values)
-    expected = (layout.num_tokens, config.patch_dim)
-    if pixel_values.shape != expected:
-        raise ValueError(
-            f"pixel_values must be {list(expected)}, a row for each patch of grid_thw, "
-            f"got {list(pixel_values.shape)}"
-        )
+    check_patches(config, layout, pixel_values.shape)
     if not jnp.issubdtype(pixel_values.dtype, jnp.floating):
         raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
     padding = len(layout.window_order) - layout.num_tokens

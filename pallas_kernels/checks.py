@@ -10,7 +10,9 @@ import numpy as np
 FUSE = ("auto", "qk", "q", "none")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MAX_HEAD_DIM = 256
+# Numbers of rows are 32-bit.
 MAX_TOKENS = 2**30
+MAX_SEGMENTS = 2**22
 
 
 def check_cu_seqlens(cu_seqlens: jax.Array, tokens: int, max_seqlen: int | None = None) -> None:
@@ -106,4 +108,8 @@ def _check_cu_seqlens_form(cu_seqlens: jax.Array) -> None:
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(
             f"cu_seqlens must be a vector of segments + 1 values, got shape {cu_seqlens.shape}"
+        )
+    if cu_seqlens.shape[0] - 1 > MAX_SEGMENTS:
+        raise ValueError(
+            f"at most {MAX_SEGMENTS} segments are supported, got {cu_seqlens.shape[0] - 1}"
         )

@@ -55,7 +55,7 @@ def window_kernel(
 
     # Q and K are rotated outside the branch that multiplies them. Within one block of code the
     # compiler moves the layout of the product's operand up to the loads and converts q, cos and
-    # sin through shared memory one by one: 130 registers a thread in place of 86.
+    # sin through shared memory one by one: in the Triton twin 130 registers a thread, not 86.
     cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)  # [block, main / 2]
     q = load_rotary(
         q_head, rows, cos, sin, 0, main, head_dim, rotary_dim, rotate_q

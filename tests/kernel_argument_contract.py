@@ -125,6 +125,11 @@ WRONG_IN_BOTH = {
         TypeError,
         r"cu_seqlens must be int32, got (torch\.)?float32",
     ),
+    "too many segments": (
+        {"cu_seqlens": np.zeros(2**22 + 2, np.int32)},
+        ValueError,
+        r"at most 4194304 segments are supported, got 4194305",
+    ),
     "cu_seqlens of two axes": (
         {"cu_seqlens": np.zeros((3, 1), np.int32)},
         ValueError,

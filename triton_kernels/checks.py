@@ -8,9 +8,10 @@ import torch
 FUSE = ("auto", "qk", "q", "none")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
-# Offsets inside a tile are 32-bit; those of a segment are 64-bit.
+# Offsets inside a tile and numbers of rows are 32-bit; offsets of a segment are 64-bit.
 MAX_TOKEN_STRIDE = 2**23
 MAX_TOKENS = 2**30
+MAX_SEGMENTS = 2**22
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int | None = None) -> None:
@@ -131,4 +132,8 @@ def _check_cu_seqlens_form(cu_seqlens: torch.Tensor) -> None:
         raise ValueError(
             "cu_seqlens must be a contiguous vector of segments + 1 values, "
             f"got shape {tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.shape[0] - 1 > MAX_SEGMENTS:
+        raise ValueError(
+            f"at most {MAX_SEGMENTS} segments are supported, got {cu_seqlens.shape[0] - 1}"
         )
