@@ -144,7 +144,7 @@ def benchmark_on_cpu(monkeypatch):
 
 
 def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
-    workloads = [TowerWorkload("tower-112", 112), TowerWorkload("tower-56", 56)]
+    workloads = [TowerWorkload("tower-112", 112), TowerWorkload("tower-224", 224)]
     records, _ = tower_bench.bench_towers(workloads)
     by_name = {(r.workload, r.implementation): r for r in records}
     for workload in workloads:
