@@ -228,6 +228,7 @@ def _kernel(
         "tail": split.tail,
         "rotate_q": plan.fuse != "none",
         "rotate_k": plan.fuse == "qk",
+        "interpreted": interpret,
     }
     if plan.max_seqlen <= window_limit(v.dtype):
         launch = window_launch(plan.max_seqlen)

@@ -15,6 +15,7 @@ from pallas_kernels.tiles import (
     interleave,
     load_angles,
     load_pairs,
+    rotate_pairs,
     store_columns,
 )
 
@@ -44,7 +45,8 @@ def rotate_kernel(
 
             def rotate_head(i: Scalar, _: None, part: int = part, out_part: int = out_part) -> None:
                 x = Head(x_ref, part, first_head + i)
-                y1, y2 = load_pairs(x, rows, cos, sin, first_column, width, head_dim, rotary_dim)
+                pairs = load_pairs(x, rows, first_column, width, head_dim, rotary_dim)
+                y1, y2 = rotate_pairs(pairs, cos, sin)
                 y = interleave(y1.astype(out_ref.dtype), y2.astype(out_ref.dtype))
                 out = Head(out_ref, out_part, first_head + i)
                 store_columns(out, rows, y, first_column, width, head_dim)

@@ -17,9 +17,12 @@ from pallas_kernels.tiles import (
     Rows,
     Scalar,
     dot,
+    exp2,
     load_angles,
     load_columns,
     load_rotary,
+    multiply_add,
+    rotary_tile,
     segment_bounds,
     store_columns,
 )
@@ -40,6 +43,8 @@ def stream_kernel(
     rotate_q: bool, rotate_k: bool,
     # rows of a query tile and of a key tile
     block: int, block_k: int,
+    # by Pallas' interpreter
+    interpreted: bool,
 ) -> None:  # fmt: skip
     """One program for each (head, token block); blocks run fastest and share the head's K and V."""
     tokens, _, _, head_dim = out_ref.shape
@@ -58,15 +63,13 @@ def stream_kernel(
 
     rows = Rows(block_start, block, token < block_end)
     cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
-    q = load_rotary(
-        q_head, rows, cos, sin, 0, main, head_dim, rotary_dim, rotate_q
-    )  # [block, main]
+    q = load_rotary(q_head, rows, 0, main, head_dim, rotary_dim, rotate_q)
+    q = rotary_tile(q, cos, sin, rotate_q)  # [block, main]
     q_tail = None
     if tail > 0:
         cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
-        q_tail = load_rotary(
-            q_head, rows, cos, sin, main, tail, head_dim, rotary_dim, rotate_q
-        )  # [block, tail]
+        q_tail = load_rotary(q_head, rows, main, tail, head_dim, rotary_dim, rotate_q)
+        q_tail = rotary_tile(q_tail, cos, sin, rotate_q)  # [block, tail]
 
     def attend(segment: Scalar, covered: jax.Array) -> jax.Array:
         start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
@@ -78,7 +81,7 @@ def stream_kernel(
 
         visit = functools.partial(
             visit_keys, k_head, v_head, cos_ref, sin_ref, scale_log2, q, q_tail,
-            main=main, tail=tail, rotate_k=rotate_k,
+            main=main, tail=tail, rotate_k=rotate_k, interpreted=interpreted,
         )  # fmt: skip
         # Whole blocks of keys need no mask; what is left over is one block more.
         whole, rest = keys // block_k, keys % block_k
@@ -121,7 +124,7 @@ def visit_keys(
     # the query tile, the rows of the key tile, and the state of the online softmax
     q: jax.Array, q_tail: jax.Array | None, rows: Rows, state: tuple,
     *,
-    main: int, tail: int, rotate_k: bool,
+    main: int, tail: int, rotate_k: bool, interpreted: bool,
 ) -> tuple:  # fmt: skip
     """Fold one block of keys into the online softmax."""
     head_dim, rotary_dim = k_head.ref.shape[-1], 2 * cos_ref.shape[1]
@@ -131,22 +134,20 @@ def visit_keys(
     if tail > 0:
         v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block_k, tail]
     cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
-    k = load_rotary(
-        k_head, rows, cos, sin, 0, main, head_dim, rotary_dim, rotate_k
-    )  # [block_k, main]
+    k = load_rotary(k_head, rows, 0, main, head_dim, rotary_dim, rotate_k)
+    k = rotary_tile(k, cos, sin, rotate_k)  # [block_k, main]
     logits = dot(q, k.T)  # [block, block_k]
     if tail > 0:
         cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
-        k_tail = load_rotary(
-            k_head, rows, cos, sin, main, tail, head_dim, rotary_dim, rotate_k
-        )  # [block_k, tail]
+        k_tail = load_rotary(k_head, rows, main, tail, head_dim, rotary_dim, rotate_k)
+        k_tail = rotary_tile(k_tail, cos, sin, rotate_k)  # [block_k, tail]
         logits = dot(q_tail, k_tail.T, logits)
     if rows.mask is not None:
         logits = jnp.where(rows.mask[None, :], logits, -jnp.inf)
 
     new_max = jnp.maximum(row_max, jnp.max(logits, axis=1) * scale_log2)
-    p = jnp.exp2(logits * scale_log2 - new_max[:, None])
-    decay = jnp.exp2(row_max - new_max)
+    p = exp2(multiply_add(logits, scale_log2, -new_max[:, None], interpreted), interpreted)
+    decay = exp2(row_max - new_max, interpreted)
     row_sum = row_sum * decay + jnp.sum(p, axis=1)
     p = p.astype(k.dtype)
 

@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 
 Ref = Any
 Scalar = Any
+Pair = tuple[jax.Array, jax.Array]
 
 
 class Head(NamedTuple):
@@ -47,11 +48,46 @@ def dot(a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
     return product if acc is None else acc + product
 
 
+def exp2(x: jax.Array, interpreted: bool) -> jax.Array:
+    """2 ** x by one instruction, which takes results below 2 ** -126 for 0.
+
+    What jnp.exp2 becomes spends three more on those.
+    """
+    if interpreted:
+        return jnp.exp2(x)
+    return _assembly("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def multiply_add(a: jax.Array, b: Scalar, c: jax.Array, interpreted: bool) -> jax.Array:
+    """a b + c in one instruction; left to itself the backend multiplies, then adds."""
+    b, c = (jnp.broadcast_to(x, a.shape) for x in (b, c))
+    if interpreted:
+        return a * b + c
+    return _assembly("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+
+
+def _assembly(instruction: str, *arguments: jax.Array) -> jax.Array:
+    """An instruction on fp32 registers, for each element."""
+    [result] = plgpu.elementwise_inline_asm(
+        instruction,
+        args=arguments,
+        constraints=",".join(["=f"] + ["f"] * len(arguments)),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(arguments[0].shape, jnp.float32)],
+    )
+    return result
+
+
 def segment_bounds(cu_seqlens_ref: Ref, segment: Scalar, tokens: int) -> tuple[Scalar, Scalar]:
     """Start and end of a segment, forced into [0, tokens] whatever cu_seqlens holds."""
     start = jnp.clip(cu_seqlens_ref[segment], 0, tokens)
     end = jnp.clip(cu_seqlens_ref[segment + 1], start, tokens)
     return start, end
+
+
+def padding_bounds(cu_seqlens_ref: Ref, segments: int, tokens: int) -> tuple[Scalar, Scalar]:
+    """Tokens of no segment stand before the first and behind the last: one's end, other's start."""
+    return jnp.clip(cu_seqlens_ref[0], 0, tokens), jnp.clip(cu_seqlens_ref[segments], 0, tokens)
 
 
 def _window(x: Head | Ref, rows: Rows, columns: pl.Slice | jax.Array) -> Ref:
@@ -125,13 +161,19 @@ def load_angles(
     return cos, sin
 
 
-def load_pairs(x: Head, rows: Rows, cos: jax.Array, sin: jax.Array, first: int, width: int,
-               head_dim: int, rotary_dim: int) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The two halves [rows, width / 2] of a tile, rotated in fp32: x1 c - x2 s, x2 c + x1 s."""
+def load_pairs(x: Head, rows: Rows, first: int, width: int,
+               head_dim: int, rotary_dim: int) -> Pair:  # fmt: skip
+    """The two halves [rows, width / 2] of columns first .. first + width in paired order."""
     column, partner, column_mask = pair_columns(first // 2, width // 2, head_dim, rotary_dim)
     mask = _mask(rows, column_mask)
-    x1 = _load(_window(x, rows, column), mask, 0.0).astype(jnp.float32)
-    x2 = _load(_window(x, rows, partner), mask, 0.0).astype(jnp.float32)
+    x1 = _load(_window(x, rows, column), mask, 0.0)
+    x2 = _load(_window(x, rows, partner), mask, 0.0)
+    return x1, x2
+
+
+def rotate_pairs(x: Pair, cos: jax.Array, sin: jax.Array) -> Pair:
+    """Both halves rotated in fp32: x1 c - x2 s, x2 c + x1 s."""
+    x1, x2 = x[0].astype(jnp.float32), x[1].astype(jnp.float32)
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
 
 
@@ -140,10 +182,18 @@ def interleave(y1: jax.Array, y2: jax.Array) -> jax.Array:
     return jnp.stack([y1, y2], axis=-1).reshape(y1.shape[0], 2 * y1.shape[1])
 
 
-def load_rotary(x: Head, rows: Rows, cos: jax.Array, sin: jax.Array, first: int, width: int,
-                head_dim: int, rotary_dim: int, rotate: bool) -> jax.Array:  # fmt: skip
-    """A tile of Q or K in paired order: rotated here, or read as rotate_kernel left it."""
-    if not rotate:
-        return load_columns(x, rows, first, width, head_dim)
-    y1, y2 = load_pairs(x, rows, cos, sin, first, width, head_dim, rotary_dim)
-    return interleave(y1.astype(x.ref.dtype), y2.astype(x.ref.dtype))
+def load_rotary(x: Head, rows: Rows, first: int, width: int,
+                head_dim: int, rotary_dim: int, rotate: bool) -> Pair | jax.Array:  # fmt: skip
+    """What rotary_tile makes a tile of: the halves, or the tile as rotate_kernel left it."""
+    if rotate:
+        return load_pairs(x, rows, first, width, head_dim, rotary_dim)
+    return load_columns(x, rows, first, width, head_dim)
+
+
+def rotary_tile(x: Pair | jax.Array, cos: jax.Array, sin: jax.Array, rotate: bool) -> jax.Array:
+    """A tile of Q or K in paired order, rotated."""
+    if rotate:
+        y1, y2 = rotate_pairs(x, cos, sin)
+        dtype = x[0].dtype
+        return interleave(y1.astype(dtype), y2.astype(dtype))
+    return x

@@ -13,9 +13,13 @@ from pallas_kernels.tiles import (
     Rows,
     Scalar,
     dot,
+    exp2,
     load_angles,
     load_columns,
     load_rotary,
+    multiply_add,
+    padding_bounds,
+    rotary_tile,
     segment_bounds,
     store_columns,
 )
@@ -36,6 +40,8 @@ def window_kernel(
     rotate_q: bool, rotate_k: bool,
     # rows of a tile, at least the longest segment
     block: int,
+    # by Pallas' interpreter
+    interpreted: bool,
 ) -> None:  # fmt: skip
     """One program for each (segment, head); heads run fastest, so neighbours share cache lines."""
     tokens, _, heads, head_dim = out_ref.shape
@@ -50,33 +56,31 @@ def window_kernel(
     out_head = Head(out_ref, 0, head)
 
     start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
+    padding_end, padding_start = padding_bounds(cu_seqlens_ref, segments, tokens)
     length = end - start
     rows = Rows(start, block, jnp.arange(block, dtype=jnp.int32) < length)
+
+    cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)  # [block, main / 2]
+    q = load_rotary(q_head, rows, 0, main, head_dim, rotary_dim, rotate_q)
+    k = load_rotary(k_head, rows, 0, main, head_dim, rotary_dim, rotate_k)
+    if tail > 0:
+        cos_tail, sin_tail = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
+        q_tail = load_rotary(q_head, rows, main, tail, head_dim, rotary_dim, rotate_q)
+        k_tail = load_rotary(k_head, rows, main, tail, head_dim, rotary_dim, rotate_k)
+    # No barrier here, unlike in the Triton twin: more loads in flight need an L1 cache to land in,
+    # and XLA, which has all kernels prefer shared memory, leaves it no more than 23 KB.
+    v = load_columns(v_head, rows, 0, main, head_dim)  # [block, main]
+    if tail > 0:
+        v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block, tail]
 
     # Q and K are rotated outside the branch that multiplies them. Within one block of code the
     # compiler moves the layout of the product's operand up to the loads and converts q, cos and
     # sin through shared memory one by one: in the Triton twin 130 registers a thread, not 86.
-    cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)  # [block, main / 2]
-    q = load_rotary(
-        q_head, rows, cos, sin, 0, main, head_dim, rotary_dim, rotate_q
-    )  # [block, main]
-    k = load_rotary(
-        k_head, rows, cos, sin, 0, main, head_dim, rotary_dim, rotate_k
-    )  # [block, main]
+    q = rotary_tile(q, cos, sin, rotate_q)  # [block, main]
+    k = rotary_tile(k, cos, sin, rotate_k)  # [block, main]
     if tail > 0:
-        cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
-        q_tail = load_rotary(
-            q_head, rows, cos, sin, main, tail, head_dim, rotary_dim, rotate_q
-        )  # [block, tail]
-        k_tail = load_rotary(
-            k_head, rows, cos, sin, main, tail, head_dim, rotary_dim, rotate_k
-        )  # [block, tail]
-
-    # V is on its way while Q meets K. (Loaded further down, ptxas 12.8 gets the address of the
-    # second of two products with V wrong; a test looks for that in the machine code.)
-    v = load_columns(v_head, rows, 0, main, head_dim)  # [block, main]
-    if tail > 0:
-        v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block, tail]
+        q_tail = rotary_tile(q_tail, cos_tail, sin_tail, rotate_q)  # [block, tail]
+        k_tail = rotary_tile(k_tail, cos_tail, sin_tail, rotate_k)  # [block, tail]
 
     @pl.when((length > 0) & (length <= block))
     def _attend() -> None:
@@ -85,7 +89,7 @@ def window_kernel(
             logits = dot(q_tail, k_tail.T, logits)
         logits = jnp.where(rows.mask[None, :], logits, -jnp.inf)
         row_max = jnp.max(logits, axis=1) * scale_log2
-        p = jnp.exp2(logits * scale_log2 - row_max[:, None])
+        p = exp2(multiply_add(logits, scale_log2, -row_max[:, None], interpreted), interpreted)
         rescale = (1.0 / jnp.sum(p, axis=1))[:, None]
         p = p.astype(dtype)
 
@@ -100,12 +104,10 @@ def window_kernel(
     def _refuse() -> None:
         fill_rows(out_head, start, end, block, jnp.nan, main, tail, block)
 
-    # Tokens of no segment stand before the first and behind the last: each program clears a share.
+    # Each program clears a share of the tokens of no segment.
     share = segments * block
-    before = jnp.clip(cu_seqlens_ref[0], 0, tokens)
-    behind = jnp.clip(cu_seqlens_ref[segments], 0, tokens)
-    fill_rows(out_head, segment * block, before, share, 0.0, main, tail, block)
-    fill_rows(out_head, behind + segment * block, tokens, share, 0.0, main, tail, block)
+    fill_rows(out_head, segment * block, padding_end, share, 0.0, main, tail, block)
+    fill_rows(out_head, padding_start + segment * block, tokens, share, 0.0, main, tail, block)
 
 
 def fill_rows(out: Head, start: Scalar, end: Scalar, step: int, value: float, main: int, tail: int,

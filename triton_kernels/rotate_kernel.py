@@ -6,7 +6,15 @@ Bound by memory alone: one read and one write of x, the angles read once for all
 import triton
 import triton.language as tl
 
-from triton_kernels.tiles import cast, load_angles, load_pairs, pair_columns, store_columns
+from triton_kernels.tiles import (
+    cast,
+    load_angles,
+    load_pairs,
+    offsets,
+    pair_columns,
+    rotate_pairs,
+    store_columns,
+)
 
 
 @triton.jit
@@ -70,14 +78,14 @@ def rotate_tile(x_ptr, x_stride, out_ptr, out_stride, rows, mask, cos, sin,
                 ROTARY_DIM: tl.constexpr, PAIRED: tl.constexpr):  # fmt: skip
     """Rotate columns FIRST .. FIRST + WIDTH (in paired order) of one head."""
     dtype = out_ptr.dtype.element_ty
-    y1, y2 = load_pairs(x_ptr, x_stride, rows, mask, cos, sin, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
+    x = load_pairs(x_ptr, x_stride, rows, mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
+    y1, y2 = rotate_pairs(x, cos, sin)
     if PAIRED:
         y = tl.interleave(cast(y1, dtype), cast(y2, dtype))
         store_columns(out_ptr, out_stride, rows, mask, y, FIRST, WIDTH, HEAD_DIM)
     else:
-        pair = FIRST // 2 + tl.arange(0, WIDTH // 2)
-        first, second = pair_columns(pair, HEAD_DIM, ROTARY_DIM)
+        pair, first, distance = pair_columns(FIRST // 2, WIDTH // 2, HEAD_DIM, ROTARY_DIM)
         mask = mask[:, None] & (pair < HEAD_DIM // 2)[None, :]
-        row_ptr = out_ptr + rows[:, None] * out_stride
-        tl.store(row_ptr + first[None, :], cast(y1, dtype), mask=mask)
-        tl.store(row_ptr + second[None, :], cast(y2, dtype), mask=mask)
+        ptr = out_ptr + offsets(rows, out_stride, first)
+        tl.store(ptr, cast(y1, dtype), mask=mask)
+        tl.store(ptr + distance, cast(y2, dtype), mask=mask)

@@ -14,6 +14,7 @@ from triton_kernels.tiles import (
     load_angles,
     load_columns,
     load_rotary,
+    rotary_tile,
     segment_bounds,
     store_columns,
 )
@@ -66,17 +67,17 @@ def stream_kernel(
     q_cos_ptr = cos_ptr + first * angle_stride
     q_sin_ptr = sin_ptr + first * angle_stride
     cos, sin = load_angles(q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
-    q = load_rotary(
-        q_ptr, q_stride, rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_Q
-    )  # [BLOCK, MAIN]
+    q = load_rotary(q_ptr, q_stride, rows, mask, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_Q)
+    q = rotary_tile(q, cos, sin, ROTATE_Q)  # [BLOCK, MAIN]
     q_tail = q  # stands in where there is no tail
     if TAIL > 0:
         cos, sin = load_angles(
             q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
         )
         q_tail = load_rotary(
-            q_ptr, q_stride, rows, mask, cos, sin, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_Q
-        )  # [BLOCK, TAIL]
+            q_ptr, q_stride, rows, mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+        )
+        q_tail = rotary_tile(q_tail, cos, sin, ROTATE_Q)  # [BLOCK, TAIL]
 
     covered = tl.zeros([BLOCK], tl.int1)
     first_segment = tl.maximum(last_start_at(cu_seqlens_ptr, block_start, segments), 0)
@@ -144,15 +145,15 @@ def visit_keys(
     if TAIL > 0:
         v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)  # [BLOCK_K, TAIL]
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
-    k = load_rotary(
-        k_ptr, k_stride, rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K
-    )  # [BLOCK_K, MAIN]
+    k = load_rotary(k_ptr, k_stride, rows, mask, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K)
+    k = rotary_tile(k, cos, sin, ROTATE_K)  # [BLOCK_K, MAIN]
     logits = dot(q, tl.trans(k))  # [BLOCK, BLOCK_K]
     if TAIL > 0:
         cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
         k_tail = load_rotary(
-            k_ptr, k_stride, rows, mask, cos, sin, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
-        )  # [BLOCK_K, TAIL]
+            k_ptr, k_stride, rows, mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
+        )
+        k_tail = rotary_tile(k_tail, cos, sin, ROTATE_K)  # [BLOCK_K, TAIL]
         logits = dot(q_tail, tl.trans(k_tail), logits)
     if mask is not None:
         logits = tl.where(mask[None, :], logits, -float("inf"))

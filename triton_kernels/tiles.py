@@ -44,6 +44,21 @@ def segment_bounds(cu_seqlens_ptr, segment, tokens):
 
 
 @triton.jit
+def padding_bounds(cu_seqlens_ptr, segments, tokens):
+    """Tokens of no segment stand before the first and behind the last: one's end, other's start."""
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr), 0), tokens)
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + segments), 0), tokens)
+    return end, start
+
+
+@triton.jit
+def offsets(rows, stride, columns):
+    """Offsets [rows, columns] from a tile's first row: unsigned, so that a thread need only hold
+    32 bits of an address whose rest is the same for all."""
+    return (rows[:, None] * stride + columns[None, :]).to(tl.uint32)
+
+
+@triton.jit
 def load_tile(ptr, row_mask, column, other, END: tl.constexpr, LIMIT: tl.constexpr):
     """Load where row_mask (None: all rows) and column < LIMIT hold; columns end before END."""
     if row_mask is None:
@@ -63,7 +78,7 @@ def load_columns(x_ptr, stride, rows, row_mask, FIRST: tl.constexpr, WIDTH: tl.c
                  HEAD_DIM: tl.constexpr):  # fmt: skip
     """Columns FIRST .. FIRST + WIDTH of some rows; zero where masked or past head_dim."""
     column = FIRST + tl.arange(0, WIDTH)
-    ptr = x_ptr + rows[:, None] * stride + column[None, :]
+    ptr = x_ptr + offsets(rows, stride, column)
     return load_tile(ptr, row_mask, column, 0.0, FIRST + WIDTH, HEAD_DIM)
 
 
@@ -75,24 +90,26 @@ def store_columns(x_ptr, stride, rows, row_mask, x, FIRST: tl.constexpr, WIDTH: 
     mask = row_mask[:, None]
     if FIRST + WIDTH > HEAD_DIM:
         mask = mask & (column < HEAD_DIM)[None, :]
-    tl.store(x_ptr + rows[:, None] * stride + column[None, :], x, mask=mask)
+    tl.store(x_ptr + offsets(rows, stride, column), x, mask=mask)
 
 
 @triton.jit
-def pair_columns(pair, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
-    """The two columns that form a pair.
+def pair_columns(FIRST: tl.constexpr, PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr,
+                 ROTARY_DIM: tl.constexpr):  # fmt: skip
+    """The first column of the pairs FIRST .. FIRST + PAIRS, and how far behind it the second is.
 
     Rotary pairs are (i, i + rotary_dim / 2). The dims that pass unrotated form pairs of the same
     kind behind them, so that one code serves both: their angle is 0.
     """
+    pair = FIRST + tl.arange(0, PAIRS)
     if ROTARY_DIM == HEAD_DIM:
         first = pair
-        second = pair + HEAD_DIM // 2
+        distance = HEAD_DIM // 2
     else:
         rotary = pair < ROTARY_DIM // 2
         first = tl.where(rotary, pair, pair + ROTARY_DIM // 2)
-        second = first + tl.where(rotary, ROTARY_DIM // 2, (HEAD_DIM - ROTARY_DIM) // 2)
-    return first, second
+        distance = tl.where(rotary, ROTARY_DIM // 2, (HEAD_DIM - ROTARY_DIM) // 2)[None, :]
+    return pair, first, distance
 
 
 @triton.jit
@@ -100,36 +117,49 @@ def load_angles(cos_ptr, sin_ptr, stride, rows, row_mask, FIRST: tl.constexpr,
                 WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
     """Cos and sin [rows, WIDTH / 2] for the rotated tile of columns FIRST .. FIRST + WIDTH."""
     pair = FIRST // 2 + tl.arange(0, WIDTH // 2)
-    offsets = rows[:, None] * stride + pair[None, :]
+    angles = offsets(rows, stride, pair)
     END: tl.constexpr = (FIRST + WIDTH) // 2
-    cos = load_tile(cos_ptr + offsets, row_mask, pair, 1.0, END, ROTARY_DIM // 2)
-    sin = load_tile(sin_ptr + offsets, row_mask, pair, 0.0, END, ROTARY_DIM // 2)
+    cos = load_tile(cos_ptr + angles, row_mask, pair, 1.0, END, ROTARY_DIM // 2)
+    sin = load_tile(sin_ptr + angles, row_mask, pair, 0.0, END, ROTARY_DIM // 2)
     return cos, sin
 
 
 @triton.jit
-def load_pairs(x_ptr, stride, rows, row_mask, cos, sin, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+def load_pairs(x_ptr, stride, rows, row_mask, FIRST: tl.constexpr, WIDTH: tl.constexpr,
                HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
-    """The two halves [rows, WIDTH / 2] of a tile, rotated in fp32: x1 c - x2 s, x2 c + x1 s."""
-    pair = FIRST // 2 + tl.arange(0, WIDTH // 2)
-    first, second = pair_columns(pair, HEAD_DIM, ROTARY_DIM)
-    row_ptr = x_ptr + rows[:, None] * stride
+    """The two halves [rows, WIDTH / 2] of columns FIRST .. FIRST + WIDTH in paired order."""
+    pair, first, distance = pair_columns(FIRST // 2, WIDTH // 2, HEAD_DIM, ROTARY_DIM)
+    ptr = x_ptr + offsets(rows, stride, first)
     END: tl.constexpr = (FIRST + WIDTH) // 2
-    x1 = load_tile(row_ptr + first[None, :], row_mask, pair, 0.0, END, HEAD_DIM // 2)
-    x2 = load_tile(row_ptr + second[None, :], row_mask, pair, 0.0, END, HEAD_DIM // 2)
-    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+    x1 = load_tile(ptr, row_mask, pair, 0.0, END, HEAD_DIM // 2)
+    x2 = load_tile(ptr + distance, row_mask, pair, 0.0, END, HEAD_DIM // 2)
+    return x1, x2
+
+
+@triton.jit
+def rotate_pairs(x, cos, sin):
+    """Both halves rotated in fp32: x1 c - x2 s, x2 c + x1 s."""
+    x1, x2 = x[0].to(tl.float32), x[1].to(tl.float32)
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
 
 
 @triton.jit
-def load_rotary(x_ptr, stride, rows, row_mask, cos, sin, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+def load_rotary(x_ptr, stride, rows, row_mask, FIRST: tl.constexpr, WIDTH: tl.constexpr,
                 HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
                 ROTATE: tl.constexpr):  # fmt: skip
-    """A tile of Q or K in paired order: rotated here, or read as rotate_kernel left it."""
+    """What rotary_tile makes a tile of: the halves, or the tile as rotate_kernel left it."""
     if ROTATE:
-        y1, y2 = load_pairs(
-            x_ptr, stride, rows, row_mask, cos, sin, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM
-        )
-        dtype = x_ptr.dtype.element_ty
+        return load_pairs(x_ptr, stride, rows, row_mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
+    else:
+        return load_columns(x_ptr, stride, rows, row_mask, FIRST, WIDTH, HEAD_DIM)
+
+
+@triton.jit
+def rotary_tile(x, cos, sin, ROTATE: tl.constexpr):
+    """A tile of Q or K in paired order, rotated."""
+    if ROTATE:
+        y1, y2 = rotate_pairs(x, cos, sin)
+        dtype = x[0].dtype
         return tl.interleave(cast(y1, dtype), cast(y2, dtype))
-    return load_columns(x_ptr, stride, rows, row_mask, FIRST, WIDTH, HEAD_DIM)
+    else:
+        return x

@@ -12,6 +12,8 @@ from triton_kernels.tiles import (
     load_angles,
     load_columns,
     load_rotary,
+    padding_bounds,
+    rotary_tile,
     segment_bounds,
     store_columns,
 )
@@ -52,6 +54,7 @@ def window_kernel(
     out_ptr += head * HEAD_DIM
 
     start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
+    padding_end, padding_start = padding_bounds(cu_seqlens_ptr, segments, tokens)
     length = end - start
     mask = rows < length
     # Offsets count from the segment's start and fit 32 bits.
@@ -62,32 +65,34 @@ def window_kernel(
     cos_ptr += first * angle_stride
     sin_ptr += first * angle_stride
 
-    # Q and K are rotated outside the branch that multiplies them. Within one block of code the
-    # compiler moves the layout of the product's operand up to the loads and converts q, cos and
-    # sin through shared memory one by one: 130 registers a thread in place of 86.
-    cos, sin = load_angles(
-        cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM
-    )  # [BLOCK, MAIN / 2]
-    q = load_rotary(
-        q_ptr, q_stride, rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_Q
-    )  # [BLOCK, MAIN]
-    k = load_rotary(
-        k_ptr, k_stride, rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K
-    )  # [BLOCK, MAIN]
+    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
+    q = load_rotary(q_ptr, q_stride, rows, mask, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_Q)
+    k = load_rotary(k_ptr, k_stride, rows, mask, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K)
     if TAIL > 0:
-        cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
+        cos_tail, sin_tail = load_angles(
+            cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
+        )
         q_tail = load_rotary(
-            q_ptr, q_stride, rows, mask, cos, sin, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_Q
-        )  # [BLOCK, TAIL]
+            q_ptr, q_stride, rows, mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+        )
         k_tail = load_rotary(
-            k_ptr, k_stride, rows, mask, cos, sin, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
-        )  # [BLOCK, TAIL]
-
-    # V is on its way while Q meets K. (Loaded further down, ptxas 12.8 gets the address of the
-    # second of two products with V wrong; a test looks for that in the machine code.)
+            k_ptr, k_stride, rows, mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
+        )
+    # The barrier keeps all these loads in flight at once. Left alone the compiler moves each down to
+    # where it is needed, to save registers, and a program waits for the memory five times.
+    tl.debug_barrier()
     v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK, MAIN]
     if TAIL > 0:
         v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)  # [BLOCK, TAIL]
+
+    # Q and K are rotated outside the branch that multiplies them. Within one block of code the
+    # compiler moves the layout of the product's operand up to the loads and converts q, cos and
+    # sin through shared memory one by one: 130 registers a thread in place of 86.
+    q = rotary_tile(q, cos, sin, ROTATE_Q)  # [BLOCK, MAIN]
+    k = rotary_tile(k, cos, sin, ROTATE_K)  # [BLOCK, MAIN]
+    if TAIL > 0:
+        q_tail = rotary_tile(q_tail, cos_tail, sin_tail, ROTATE_Q)  # [BLOCK, TAIL]
+        k_tail = rotary_tile(k_tail, cos_tail, sin_tail, ROTATE_K)  # [BLOCK, TAIL]
 
     if (length > 0) & (length <= BLOCK):
         logits = dot(q, tl.trans(k))  # [BLOCK, BLOCK]
@@ -110,14 +115,13 @@ def window_kernel(
     if length > BLOCK:
         fill_rows(out_ptr, start, end, BLOCK, float("nan"), HEADS, HEAD_DIM, MAIN, TAIL, BLOCK)
 
-    # Tokens of no segment stand before the first and behind the last: each program clears a share.
+    # Each program clears a share of the tokens of no segment.
     share = segments * BLOCK
-    before = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr), 0), tokens)
-    behind = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + segments), 0), tokens)
-    fill_rows(out_ptr, segment * BLOCK, before, share, 0.0, HEADS, HEAD_DIM, MAIN, TAIL, BLOCK)
+    fill_rows(out_ptr, segment * BLOCK, padding_end, share, 0.0, HEADS, HEAD_DIM, MAIN, TAIL, BLOCK)
     fill_rows(
-        out_ptr, behind + segment * BLOCK, tokens, share, 0.0, HEADS, HEAD_DIM, MAIN, TAIL, BLOCK
-    )
+        out_ptr, padding_start + segment * BLOCK, tokens, share, 0.0,
+        HEADS, HEAD_DIM, MAIN, TAIL, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
