@@ -21,6 +21,8 @@ _METHODS = {
 _TITLES = {
     "windows": "Windowed attention, one layer, RoPE included",
     "frames": "Whole-frame attention, one layer, RoPE included",
+    "windows_other": "Windowed attention, other shapes",
+    "frames_other": "Whole-frame attention, other shapes",
     "tower": "Whole tower, 32 layers",
 }
 
@@ -119,7 +121,7 @@ def _timings(measured: Results, full: bool) -> Iterator[tuple[str, str | None, s
     for family, workloads in markdown.families(measured).items():
         texts = [markdown.timing_table(measured, workloads)]
         if measured.part == "kernels":
-            texts.append(markdown.twin_table(measured, workloads))
+            texts.append(markdown.ratio_table(measured, workloads))
         else:
             texts.append(markdown.resource_table(measured, workloads))
         texts.append(_METHODS[measured.part])

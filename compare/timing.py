@@ -40,10 +40,10 @@ class Timing:
         return cls(median, deciles[-1] - deciles[0], len(samples_us))
 
 
-def input_sets(bytes_per_set: int) -> int:
-    """How many input sets a timing rotates among: enough calls, and several times the L2 cache."""
+def input_sets(bytes_per_set: int, calls: int = MIN_CALLS) -> int:
+    """How many input sets a timing rotates among: `calls`, and several times the L2 cache."""
     cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or _FALLBACK_CACHE
-    return max(3, MIN_CALLS, -(-CACHE_PASSES * cache // bytes_per_set))
+    return max(3, calls, -(-CACHE_PASSES * cache // bytes_per_set))
 
 
 @dataclass
@@ -78,12 +78,12 @@ class GraphTimer:
         with torch.cuda.graph(self._graph):
             self._outputs = [self.call(*arguments) for arguments in self._sets]
 
-    def time(self) -> Timing:
+    def time(self, samples: int = SAMPLES) -> Timing:
         """Time replays; each sample is some milliseconds of back-to-back replays."""
         self._elapsed_ms(3)
         replays = max(2, int(SAMPLE_MS / max(self._elapsed_ms(2) / 2, 1e-3)))
         scale = 1e3 / (replays * self.sets)
-        return Timing.of([self._elapsed_ms(replays) * scale for _ in range(SAMPLES)])
+        return Timing.of([self._elapsed_ms(replays) * scale for _ in range(samples)])
 
     def outputs(self) -> list[torch.Tensor]:
         """What the timed graph writes, from fresh inputs into outputs filled with NaN before.
@@ -92,8 +92,8 @@ class GraphTimer:
         in every replay.
         """
         for (qkv, *_), output in zip(self._sets, self._outputs, strict=True):
+            output.fill_(float("nan"))  # first: it may be a view of qkv
             qkv.copy_(self.arguments[0])
-            output.fill_(float("nan"))
         self._graph.replay()
         torch.cuda.synchronize()
         return self._outputs

@@ -1,11 +1,12 @@
 """What the benchmark does with times and errors, on stand-ins for the GPU's clocks."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from compare import kernel_bench
+from compare import kernel_bench, kernel_timing
 from compare.ceilings import Ceilings
 from compare.errors import UnavailableError
 from compare.implementations import KernelImplementation
@@ -23,7 +24,7 @@ class StandInTimer:
     def __init__(self, call, arguments, sets):
         self.call, self.arguments, self.sets = call, arguments, sets
 
-    def time(self):
+    def time(self, samples):
         return Timing(10.0, 0.5, 30)
 
     def outputs(self):
@@ -37,14 +38,14 @@ class StandInTimer:
 def clocks(monkeypatch):
     ceilings = SimpleNamespace(measure=lambda: Ceilings(4e9, 4e9, 8e14))
     monkeypatch.setattr(kernel_bench, "ceilings_module", ceilings)
-    monkeypatch.setattr(kernel_bench, "GraphTimer", StandInTimer)
-    monkeypatch.setattr(kernel_bench, "input_sets", lambda size: 2)
+    monkeypatch.setattr(kernel_timing, "GraphTimer", StandInTimer)
+    monkeypatch.setattr(kernel_timing, "input_sets", lambda *_: 2)
 
     def profile(run, calls):
         run()
         return Profile([DeviceEvent("kernel", i, 9000) for i in range(calls)], calls)
 
-    monkeypatch.setattr(kernel_bench, "profile", profile)
+    monkeypatch.setattr(kernel_timing, "profile", profile)
 
 
 def bench(*implementations):
@@ -111,6 +112,16 @@ def test_what_fails_is_reported_and_the_run_goes_on():
     assert records[0].note == "needs another library"
     assert "no module named x" in records[1].note
     assert records[2].note.startswith("RuntimeError")
+
+
+def test_a_workload_may_name_its_peers():
+    fast, slow = (replace(right(name), ours=False) for name in ("fast", "slow"))
+    named = replace(TINY, peers=("fast",))
+    records, _ = bench_kernels([named, TINY], [right(), fast, slow])
+    assert [record.implementation for record in records] == [
+        *("triton", "fast"),
+        *("triton", "fast", "slow"),
+    ]
 
 
 def test_ours_and_every_peer_are_measured():
