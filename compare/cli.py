@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parts = parser.add_subparsers(title="parts", metavar="PART", parser_class=_Parser)
     _add_part(parts, "agreement", _run_agreement, "do kernels and towers agree?")
     kernels = _add_part(parts, "kernels", _run_kernels, "time the kernels and their peers")
+    _add_part(parts, "fusion", _run_fusion, "time every way of fusing, over segment lengths")
     towers = _add_part(parts, "towers", _run_towers, "time the towers and Hugging Face's")
     for part in (kernels, towers):
         part.add_argument(
@@ -128,6 +129,15 @@ def _run_kernels(options: argparse.Namespace) -> int:
 
     records, ceilings = bench_kernels(workloads)
     _save(results.collect("kernels", records, ceilings.to_json()), path)
+    return AGREES
+
+
+def _run_fusion(options: argparse.Namespace) -> int:
+    path = _prepare_benchmark("fusion", options.json)
+    from compare.fusion import measure_fusion
+
+    records, ceilings = measure_fusion()
+    _save(results.collect("fusion", records, ceilings.to_json()), path)
     return AGREES
 
 

@@ -6,15 +6,18 @@ from pathlib import Path
 
 from compare import markdown, results
 from compare.errors import InputError, UnavailableError
+from compare.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.results import Results
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-PARTS = ("agreement", "kernels", "towers")
+PARTS = ("agreement", "kernels", "fusion", "towers")
 
 _METHODS = {
     "kernels": "PyTorch's times are CUDA-graph replays, JAX's the profiler's sum of a call's "
     "kernels without the gaps between them; inputs rotate past the L2 cache. In brackets: share of "
     "the floor, or times as long as ours of the same framework. Spread: 90th - 10th percentile.",
+    "fusion": "Rows: framework and head_dim; columns: tokens of a segment, of about 9,216 in all. "
+    "Clocks as in the kernels' tables.",
     "towers": "Wall time of whole calls, inputs on the GPU. In brackets: share of the floor, or "
     "times as long as ours in PyTorch. Spread: 90th - 10th percentile.",
 }
@@ -99,8 +102,8 @@ def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) ->
     level = "##" if full else "###"  # a README has a heading of its own above
     lines = [f"{level} {next(iter(parts.values())).device}"]
     for part, measured in parts.items():
-        body = _agreement(measured) if part == "agreement" else _timings(measured, full)
-        for title, chart, text in body:
+        body = {"agreement": _agreement, "fusion": _fusion}.get(part, _timings)
+        for title, chart, text in body(measured, full):
             lines.append(f"{level}# {title}")
             if chart and (folder / chart).is_file():
                 link = Path(os.path.relpath(folder / chart, base)).as_posix()
@@ -112,9 +115,18 @@ def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) ->
     return "\n\n".join(lines)
 
 
-def _agreement(measured: Results) -> Iterator[tuple[str, str | None, str]]:
+def _agreement(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
     texts = [markdown.agreement_line(measured), markdown.layer_table(measured)]
     yield "Agreement", "layers.svg", "\n\n".join(filter(None, texts))
+
+
+def _fusion(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
+    cells = cells_of(measured.records)
+    texts = [verdict_line(cells), markdown.table(*best_table(cells))]
+    if full:
+        texts.append(markdown.table(*times_table(cells)))
+    texts.append(_METHODS["fusion"])
+    yield "How much of the rotation to fuse", "fusion.svg", "\n\n".join(texts)
 
 
 def _timings(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
@@ -139,6 +151,10 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
         if part == "agreement":
             if any(record.get("layer") is not None for record in measured.records):
                 charts.layer_chart(measured, folder / "layers.svg")
+            continue
+        if part == "fusion":
+            if cells := cells_of(measured.records):
+                charts.fusion_chart(cells, folder / "fusion.svg")
             continue
         for family, workloads in markdown.families(measured).items():
             if markdown.ranking(measured, workloads):

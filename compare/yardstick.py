@@ -26,9 +26,9 @@ class Yardstick:
     unfused_error: float
 
     @classmethod
-    def of(cls, workload: KernelWorkload) -> "Yardstick":
-        """Draw inputs and compute what is right."""
-        inputs = workload.inputs()
+    def of(cls, workload: KernelWorkload, inputs: KernelInputs | None = None) -> "Yardstick":
+        """Draw inputs, unless they are given, and compute what is right."""
+        inputs = workload.inputs() if inputs is None else inputs
         exact = oracle(inputs)
         return cls(workload, inputs, exact, relative_rms_error(unfused(inputs), exact))
 

@@ -1,51 +1,25 @@
 """What the benchmark does with times and errors, on stand-ins for the GPU's clocks."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from compare import kernel_bench, kernel_timing
-from compare.ceilings import Ceilings
+from compare import kernel_bench
 from compare.errors import UnavailableError
 from compare.implementations import KernelImplementation
 from compare.kernel_bench import bench_kernels
 from compare.oracle import oracle, unfused
-from compare.profiling import DeviceEvent, Profile
-from compare.timing import Timing
 from compare.workloads import KernelWorkload
+from tests.compare.clocks import stand_in_clocks
 
 TINY = KernelWorkload("windows-tiny", "windows", ((1, 8, 10),), heads=1)
 INPUTS = TINY.inputs()
 
 
-class StandInTimer:
-    def __init__(self, call, arguments, sets):
-        self.call, self.arguments, self.sets = call, arguments, sets
-
-    def time(self, samples):
-        return Timing(10.0, 0.5, 30)
-
-    def outputs(self):
-        return [self.call(*self.arguments) for _ in range(self.sets)]
-
-    def run_eagerly(self, rounds):
-        self.outputs()
-
-
 @pytest.fixture(autouse=True)
 def clocks(monkeypatch):
-    ceilings = SimpleNamespace(measure=lambda: Ceilings(4e9, 4e9, 8e14))
-    monkeypatch.setattr(kernel_bench, "ceilings_module", ceilings)
-    monkeypatch.setattr(kernel_timing, "GraphTimer", StandInTimer)
-    monkeypatch.setattr(kernel_timing, "input_sets", lambda *_: 2)
-
-    def profile(run, calls):
-        run()
-        return Profile([DeviceEvent("kernel", i, 9000) for i in range(calls)], calls)
-
-    monkeypatch.setattr(kernel_timing, "profile", profile)
+    stand_in_clocks(monkeypatch)
 
 
 def bench(*implementations):

@@ -27,10 +27,12 @@ def test_report_links_charts_that_are_there(directory):
     out = report.write_report(directory, directory / "report.md")
     text = out.read_text()
     folder = directory / "imaginary-gpu"
-    for chart in ("windows.svg", "frames.svg", "tower.svg", "layers.svg"):
+    for chart in ("windows.svg", "frames.svg", "fusion.svg", "tower.svg", "layers.svg"):
         assert f"(imaginary-gpu/{chart})" in text
         assert ElementTree.parse(folder / chart).getroot().tag.endswith("svg")
     assert synthetic.DEVICE in text
+    assert "in 12 of 12 cells" in text
+    assert "| µs of qk, q, none | 64 | 128 | 1024 |" in text
     assert f"{synthetic.MISSING}: not installed" in text
     assert not list(directory.rglob("*.part"))
 
