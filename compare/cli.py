@@ -121,13 +121,16 @@ def _agreement(path: Path | None) -> int:
 
 
 def _run_kernels(options: argparse.Namespace) -> int:
+    from compare.rotation import ROTATION_WORKLOADS, bench_rotation
     from compare.workloads import KERNEL_WORKLOADS, choose
 
-    workloads = choose(KERNEL_WORKLOADS, options.workload)
+    chosen = choose(KERNEL_WORKLOADS | ROTATION_WORKLOADS, options.workload)
     path = _prepare_benchmark("kernels", options.json)
     from compare.kernel_bench import bench_kernels
 
-    records, ceilings = bench_kernels(workloads)
+    records, ceilings = bench_kernels([w for w in chosen if w.name in KERNEL_WORKLOADS])
+    rotations = [w for w in chosen if w.name in ROTATION_WORKLOADS]
+    records += bench_rotation(rotations, ceilings)
     _save(results.collect("kernels", records, ceilings.to_json()), path)
     return AGREES
 

@@ -17,19 +17,13 @@ from compare.implementations import FUSE, KernelImplementation
 from compare.kernel_timing import QUICK, blank_record, measure
 from compare.results import Record
 from compare.warm_up import draw_inputs, warm_up
-from compare.workloads import DTYPES, KernelWorkload, variant
+from compare.workloads import DTYPES, SEGMENT_FRAMES, KernelWorkload, segments, variant
 from compare.yardstick import Yardstick
 
 # For each way of fusing, the twins.
 Ways = Mapping[str, Sequence[KernelImplementation]]
 
-# Segment lengths, as frames of so many patches.
-_FRAMES = {
-    16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16), 576: (24, 24),
-    1024: (32, 32), 2304: (48, 48), 4096: (64, 64), 9216: (96, 96),
-}  # fmt: skip
 HEAD_DIMS = (64, 72, 80, 128)
-_TOKENS = 9216
 # Where a part of a head rotates: half and a quarter of it.
 _PARTIAL_LENGTHS = (64, 1024, 9216)
 _PARTIAL_HEAD_DIM = 80
@@ -38,22 +32,16 @@ _PARTIAL_HEAD_DIM = 80
 def grid() -> list[KernelWorkload]:
     """Every cell: all dims rotated, then half and a quarter of them."""
     whole = [
-        variant(_segments(length), head_dim=head_dim)
+        variant(segments(length), head_dim=head_dim)
         for head_dim in HEAD_DIMS
-        for length in _FRAMES
+        for length in SEGMENT_FRAMES
     ]
     partial = [
-        variant(_segments(length), head_dim=_PARTIAL_HEAD_DIM, rotary_dim=_PARTIAL_HEAD_DIM // part)
+        variant(segments(length), head_dim=_PARTIAL_HEAD_DIM, rotary_dim=_PARTIAL_HEAD_DIM // part)
         for part in (2, 4)
         for length in _PARTIAL_LENGTHS
     ]
     return [*whole, *partial]
-
-
-def _segments(length: int) -> KernelWorkload:
-    return KernelWorkload(
-        f"segments-{length}", "frames", ((1, *_FRAMES[length]),) * (_TOKENS // length)
-    )
 
 
 def our_ways() -> Ways:

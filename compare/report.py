@@ -26,6 +26,7 @@ _TITLES = {
     "frames": "Whole-frame attention, one layer, RoPE included",
     "windows_other": "Windowed attention, other shapes",
     "frames_other": "Whole-frame attention, other shapes",
+    "rotate": "Rotation of Q and K as a pass of its own",
     "tower": "Whole tower, 32 layers",
 }
 

@@ -242,6 +242,19 @@ KERNEL_WORKLOADS = {
     ]
 }
 
+# Segment lengths over which kernels are tuned and fusions compared, as frames in patches.
+SEGMENT_FRAMES = {
+    16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16), 576: (24, 24),
+    1024: (32, 32), 2304: (48, 48), 4096: (64, 64), 9216: (96, 96),
+}  # fmt: skip
+
+
+def segments(length: int) -> KernelWorkload:
+    """As many segments of one length, a key of SEGMENT_FRAMES, as fit into 9,216 tokens."""
+    frame = (1, *SEGMENT_FRAMES[length])
+    return KernelWorkload(f"segments-{length}", "frames", (frame,) * (9216 // length))
+
+
 TOWER_WORKLOADS = {
     workload.name: workload
     for workload in [

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from compare.metrics import Verdict, kernel_verdict, relative_rms_error
-from compare.oracle import oracle, unfused
+from compare.oracle import oracle, rotated, rotated_once, unfused
 from compare.workloads import KernelInputs, KernelWorkload
 
 
@@ -16,7 +16,7 @@ class Yardstick:
 
     Attributes:
         inputs: what every implementation gets.
-        exact: [tokens, heads, head_dim] fp64, the oracle's answer.
+        exact: fp64, the oracle's answer, [tokens, heads, head_dim] for attention.
         unfused_error: relative RMS error of the unfused computation in the workload's dtype.
     """
 
@@ -32,8 +32,14 @@ class Yardstick:
         exact = oracle(inputs)
         return cls(workload, inputs, exact, relative_rms_error(unfused(inputs), exact))
 
+    @classmethod
+    def of_rotation(cls, workload: KernelWorkload, inputs: KernelInputs) -> "Yardstick":
+        """The same of the rotation alone, whose result is [tokens, 2, heads, head_dim]."""
+        exact = rotated(inputs)
+        return cls(workload, inputs, exact, relative_rms_error(rotated_once(inputs), exact))
+
     def judge(self, outputs: Sequence[torch.Tensor]) -> Verdict:
-        """Rule 1 on the worst of some outputs, each [tokens, heads, head_dim]."""
+        """Rule 1 on the worst of some outputs, each of the shape of `exact`."""
         errors = [relative_rms_error(output, self.exact) for output in outputs]
         # max() alone would drop a NaN that does not come first.
         worst = max(errors) if all(error == error for error in errors) else float("nan")

@@ -16,7 +16,7 @@ class StandInTimer:
         return Timing(getattr(self.call, "us", 10.0), 0.5, samples)
 
     def outputs(self):
-        return [self.call(*self.arguments) for _ in range(self.sets)]
+        return [self.call(*(x.clone() for x in self.arguments)) for _ in range(self.sets)]
 
     def run_eagerly(self, rounds):
         self.outputs()
