@@ -12,6 +12,7 @@ from compare.console import say
 from compare.errors import InputError, UnavailableError
 
 AGREES, DISAGREES, BAD_INPUT = 0, 1, 2
+KERNELS = ("window", "stream", "rotate")
 _COMPARED = ("torch", "triton", "jax", "flax", "transformers")
 
 _DESCRIPTION = (
@@ -63,6 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_part(parts, "agreement", _run_agreement, "do kernels and towers agree?")
     kernels = _add_part(parts, "kernels", _run_kernels, "time the kernels and their peers")
     _add_part(parts, "fusion", _run_fusion, "time every way of fusing, over segment lengths")
+    tune = _add_part(parts, "tune", _run_tune, "find the fastest launches for this GPU")
+    tune.add_argument("--write", action="store_true", help="put them into the kernel packages")
+    for flag, choices in (("--package", ("triton", "pallas")), ("--kernel", KERNELS)):
+        tune.add_argument(
+            flag, action="append", choices=choices, help="this one only; may be given several times"
+        )
     towers = _add_part(parts, "towers", _run_towers, "time the towers and Hugging Face's")
     for part in (kernels, towers):
         part.add_argument(
@@ -141,6 +148,24 @@ def _run_fusion(options: argparse.Namespace) -> int:
 
     records, ceilings = measure_fusion()
     _save(results.collect("fusion", records, ceilings.to_json()), path)
+    return AGREES
+
+
+def _run_tune(options: argparse.Namespace) -> int:
+    path = _prepare_benchmark("tune", options.json)
+    from compare.tune import TWINS, tune
+    from compare.tuning_cases import tuning_cases
+
+    cases = tuning_cases(tuple(options.kernel or KERNELS))
+    records = []
+    for name in options.package or TWINS:
+        table, choices = tune(TWINS[name], cases)
+        records += [record for choice in choices for record in choice.records]
+        if options.write:
+            file = TWINS[name].launch.TABLE_FILE
+            results.write_text(table.to_text(), file)
+            say(f"Wrote {file}")
+    _save(results.collect("tune", records), path)
     return AGREES
 
 

@@ -49,7 +49,7 @@ def write_report(directory: Path, out: Path) -> Path:
     for folder, parts in devices.items():
         _draw(folder, parts)
     sections = "\n\n".join(_section(f, p, out.parent, full=True) for f, p in devices.items())
-    _replace(out, f"# Results\n\n{sections}\n")
+    results.write_text(f"# Results\n\n{sections}\n", out)
     return out
 
 
@@ -67,7 +67,8 @@ def update_readme(readme: Path, directory: Path) -> None:
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise InputError(f"{readme} has no {BEGIN} followed by {END}")
-    _replace(readme, f"{before}{BEGIN}\n{readme_block(readme, directory)}\n{END}{after}")
+    block = readme_block(readme, directory)
+    results.write_text(f"{before}{BEGIN}\n{block}\n{END}{after}", readme)
 
 
 def readme_block(readme: Path, directory: Path) -> str:
@@ -165,9 +166,3 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
 
 def _title(family: str) -> str:
     return _TITLES.get(family, family)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

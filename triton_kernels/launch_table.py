@@ -153,12 +153,10 @@ class Table:
         return launch
 
     def with_rows(self, gpu: Gpu, rows: Sequence[Row]) -> "Table":
-        """A table in which a GPU has these rows, in place of any with the same conditions."""
-        kept = self.devices[gpu.name].rows if gpu.name in self.devices else ()
-        merged = {row.conditions: row for row in (*kept, *rows)}
+        """A table in which a GPU has these rows instead of those it had, in the order of lookup."""
         # The narrower condition first: one that is left out is the widest.
         order = sorted(
-            merged.values(),
+            rows,
             key=lambda row: (
                 KERNELS.index(row.kernel),
                 row.operands or "~",
