@@ -24,18 +24,19 @@ class Effort:
         samples: of a CUDA graph's replays.
         jax_sets: least input sets in JAX, whose results travel to be judged.
         profiled_calls: least calls under the profiler.
-        second_opinion: whether ours in PyTorch are profiled as well, for the twins' ratio.
+        thorough: whether ours in PyTorch are profiled as well, for the twins' ratio, and their host
+            time is taken.
     """
 
     samples: int
     jax_sets: int
     profiled_calls: int
-    second_opinion: bool
+    thorough: bool
 
 
-FULL = Effort(samples=SAMPLES, jax_sets=MIN_CALLS, profiled_calls=60, second_opinion=True)
+FULL = Effort(samples=SAMPLES, jax_sets=MIN_CALLS, profiled_calls=60, thorough=True)
 # For hundreds of timings of which the smallest is wanted: the median of a few is good to 1 %.
-QUICK = Effort(samples=7, jax_sets=3, profiled_calls=12, second_opinion=False)
+QUICK = Effort(samples=7, jax_sets=3, profiled_calls=12, thorough=False)
 
 
 def blank_record(implementation: KernelImplementation, workload: KernelWorkload) -> Record:
@@ -90,9 +91,10 @@ def _time_torch(
         timer = GraphTimer(call, torch_arguments(inputs), input_sets(inputs.qkv.nbytes))
         timing = timer.time(effort.samples)
         verdict = yardstick.judge(timer.outputs())
-        wanted = implementation.ours and effort.second_opinion
-        profiled = _profile_quietly(timer, effort.profiled_calls) if wanted else None
-    return _timed(blank, verdict, timing, profiled)
+        if not (implementation.ours and effort.thorough):
+            return _timed(blank, verdict, timing, None)
+        record = _timed(blank, verdict, timing, _profile_quietly(timer, effort.profiled_calls))
+        return replace(record, details={"host_us": timer.host_us()}) if verdict.passed else record
 
 
 def _time_jax(

@@ -78,7 +78,8 @@ def ratio_table(results: Results, workloads: Sequence[str]) -> str:
     """What the times of one family come to; a row for each ratio that was measured.
 
     Pallas over Triton is by the one clock that sees both. Above 1 ours is the faster in the ratios
-    to unfused pairs.
+    to unfused pairs. The host's time, which a short kernel may be too short to hide, stands with
+    them.
     """
     headings = [workload.partition("-")[2] for workload in workloads]
     columns = [_ratios(results, workload) for workload in workloads]
@@ -96,6 +97,8 @@ def _ratios(results: Results, workload: str) -> dict[str, str]:
     for name in KERNELS:
         if share := records.get(name, {}).get("share_of_floor"):
             found[f"floor / {name}"] = f"{share:.0%}"
+    if host_us := records.get("triton", {}).get("host_us"):
+        found["host time of a call, triton, µs"] = number(host_us)
     triton_us, pallas_us = (records.get(name, {}).get("profiler_us") for name in KERNELS)
     if pallas_us and triton_us:
         found["pallas / triton"] = f"{pallas_us / triton_us:.2f}"

@@ -58,7 +58,7 @@ def bench_rotation(workloads: Sequence[KernelWorkload], ceilings: Ceilings) -> l
                 record = replace(
                     record,
                     share_of_floor=floor_us / record.median_us,
-                    details={"bytes_per_s": moved / record.median_us * 1e6},
+                    details=record.details | {"bytes_per_s": moved / record.median_us * 1e6},
                 )
             records.append(record)
     _print(records)

@@ -18,6 +18,7 @@ MIN_CALLS = 20  # input sets, if memory allows: the gap between two replays spre
 CACHE_PASSES = 4
 SAMPLES = 30
 SAMPLE_MS = 3.0
+HOST_SAMPLES = 10
 WALL_SECONDS = 3.0
 _FALLBACK_CACHE = 64 << 20
 
@@ -103,6 +104,18 @@ class GraphTimer:
         for arguments in self._sets * rounds:
             self.call(*arguments)
         torch.cuda.synchronize()
+
+    def host_us(self) -> float:
+        """Microseconds of the host for a call: Python and launch, the GPU not waited for."""
+        samples = []
+        for _ in range(HOST_SAMPLES):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for arguments in self._sets:
+                self.call(*arguments)
+            samples.append((time.perf_counter() - start) * 1e6 / self.sets)
+        torch.cuda.synchronize()
+        return statistics.median(samples)
 
     def _elapsed_ms(self, replays: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -73,6 +73,8 @@ def test_ratios():
     assert "| fastest unfused torch / triton | 2.60 | 2.60 |" in text
     assert "| fastest unfused jax / pallas | 3.09 | 3.09 |" in text
     assert "in-place" not in text
+    hosted = [replace(r, details={"host_us": 21.04}) for r in records if r.workload[-3:] == "448"]
+    assert "| host time of a call, triton, µs | 21 |" in ratios(hosted, ["windows-448"])
     assert (
         ratios([r for r in records if r.implementation == synthetic.MISSING], ["windows-448"]) == ""
     )
