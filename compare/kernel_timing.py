@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from compare.arrays import from_jax, jax_arguments, poison, torch_arguments
+from compare.arrays import from_jax, poison
 from compare.errors import UnavailableError, one_line
 from compare.implementations import KernelImplementation
 from compare.metrics import Verdict
@@ -86,9 +86,9 @@ def _time_torch(
     implementation: KernelImplementation, yardstick: Yardstick, blank: Record, effort: Effort
 ) -> Record:
     call = implementation.prepare(yardstick.workload)
-    inputs = yardstick.inputs
+    sets = input_sets(yardstick.inputs.qkv.nbytes)
     with torch.inference_mode():
-        timer = GraphTimer(call, torch_arguments(inputs), input_sets(inputs.qkv.nbytes))
+        timer = GraphTimer(call, yardstick.torch_arguments, sets)
         timing = timer.time(effort.samples)
         verdict = yardstick.judge(timer.outputs())
         if not (implementation.ours and effort.thorough):
@@ -105,10 +105,11 @@ def _time_jax(
     kernel: str,
 ) -> Record:
     import jax
+    import jax.numpy as jnp
 
     call = implementation.prepare(yardstick.workload)
-    inputs = yardstick.inputs
-    sets = [jax_arguments(inputs) for _ in range(input_sets(inputs.qkv.nbytes, effort.jax_sets))]
+    count = input_sets(yardstick.inputs.qkv.nbytes, effort.jax_sets)
+    sets = [tuple(jnp.copy(x) for x in yardstick.jax_arguments) for _ in range(count)]
     outputs: list[Any] = []
 
     def run(rounds: int) -> None:

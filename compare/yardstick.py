@@ -1,10 +1,12 @@
 """What a workload's results are judged by: the oracle's answer and the unfused error."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from compare.arrays import KernelArguments, jax_arguments, torch_arguments
 from compare.metrics import Verdict, kernel_verdict, relative_rms_error
 from compare.oracle import oracle, rotated, rotated_once, unfused
 from compare.workloads import KernelInputs, KernelWorkload
@@ -37,6 +39,16 @@ class Yardstick:
         """The same of the rotation alone, whose result is [tokens, 2, heads, head_dim]."""
         exact = rotated(inputs)
         return cls(workload, inputs, exact, relative_rms_error(rotated_once(inputs), exact))
+
+    @functools.cached_property
+    def torch_arguments(self) -> KernelArguments:
+        """The inputs as tensors, carried to the device once; whoever rotates in place copies."""
+        return torch_arguments(self.inputs)
+
+    @functools.cached_property
+    def jax_arguments(self) -> KernelArguments:
+        """The inputs as JAX arrays, carried to the device once."""
+        return jax_arguments(self.inputs)
 
     def judge(self, outputs: Sequence[torch.Tensor]) -> Verdict:
         """Rule 1 on the worst of some outputs, each of the shape of `exact`."""
