@@ -212,7 +212,7 @@ def _print(twin: Twin, choices: Sequence[Choice]) -> None:
                 number(choice.old_us),
                 _told(choice.new) if choice.new != choice.old else "the same",
                 number(choice.new_us),
-                f"{choice.old_us / choice.new_us:.2f} x" if choice.old_us and choice.new_us else "",
+                _gain(choice),
             ]
             for choice in choices
         ],
@@ -223,6 +223,12 @@ def _print(twin: Twin, choices: Sequence[Choice]) -> None:
         for record in choice.records
         if (note := record.note)
     )
+
+
+def _gain(choice: Choice) -> str:
+    if choice.new == choice.old or not (choice.old_us and choice.new_us):
+        return ""
+    return f"{choice.old_us / choice.new_us:.2f} x"
 
 
 def _told(launch: Sequence[int]) -> str:
