@@ -12,7 +12,7 @@ from compare.console import say
 from compare.errors import InputError, UnavailableError
 
 AGREES, DISAGREES, BAD_INPUT = 0, 1, 2
-KERNELS = ("window", "stream", "rotate")
+_KERNELS = ("window", "stream", "rotate")
 _COMPARED = ("torch", "triton", "jax", "flax", "transformers")
 
 _DESCRIPTION = (
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_part(parts, "fusion", _run_fusion, "time every way of fusing, over segment lengths")
     tune = _add_part(parts, "tune", _run_tune, "find the fastest launches for this GPU")
     tune.add_argument("--write", action="store_true", help="put them into the kernel packages")
-    for flag, choices in (("--package", ("triton", "pallas")), ("--kernel", KERNELS)):
+    for flag, choices in (("--package", ("triton", "pallas")), ("--kernel", _KERNELS)):
         tune.add_argument(
             flag, action="append", choices=choices, help="this one only; may be given several times"
         )
@@ -156,7 +156,7 @@ def _run_tune(options: argparse.Namespace) -> int:
     from compare.tune import TWINS, tune
     from compare.tuning_cases import tuning_cases
 
-    cases = tuning_cases(tuple(options.kernel or KERNELS))
+    cases = tuning_cases(tuple(options.kernel or _KERNELS))
     records = []
     for name in options.package or TWINS:
         table, choices = tune(TWINS[name], cases)
