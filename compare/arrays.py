@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from compare.environment import has_gpu
-from compare.workloads import KernelInputs
+from compare.workloads import KernelInputs, KernelWorkload
 
 # qkv, cos, sin, cu_seqlens of one framework: what every kernel implementation is called with.
 KernelArguments = tuple[Any, Any, Any, Any]
@@ -54,3 +54,21 @@ def jax_arguments(inputs: KernelInputs) -> KernelArguments:
     import jax.numpy as jnp
 
     return tuple(jnp.array(x) for x in (inputs.qkv, inputs.cos, inputs.sin, inputs.cu_seqlens))
+
+
+def blank_arguments(workload: KernelWorkload, framework: str) -> KernelArguments:
+    """Arguments of a workload's shapes and segments, but zero: cheap, for compiling."""
+    tokens, heads, head_dim = workload.tokens, workload.heads, workload.head_dim
+    shapes = ((tokens, 3, heads, head_dim), *((tokens, workload.rotated_dims // 2),) * 2)
+    if framework == "torch":
+        dtypes = (getattr(torch, workload.dtype), torch.float32, torch.float32)
+        zeros = [
+            torch.zeros(shape, dtype=dtype, device=torch_device())
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+        return (*zeros, to_torch(workload.cu_seqlens))
+    import jax.numpy as jnp
+
+    dtypes = (workload.dtype, "float32", "float32")
+    zeros = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return (*zeros, jnp.array(workload.cu_seqlens))

@@ -1,13 +1,17 @@
 """Result files as charts that can be read at a glance; SVG on white, labelled in place."""
 
+import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from compare.console import number
+from compare.fusion_table import Cell
 from compare.markdown import OURS, family, ranking, timed
 from compare.results import Results
 
@@ -80,6 +84,86 @@ def layer_chart(results: Results, path: Path) -> None:
             fontsize=11,
         )
         _save(figure, path)
+
+
+def fusion_chart(cells: Sequence[Cell], path: Path) -> None:
+    """Time of "qk" and of "q" over that of "none" against the segments' length.
+
+    A panel for each head_dim, the frameworks one above the other; partial rotations are left to the
+    table. A ring marks where "qk" stops paying, the grey line where fuse="auto" stops taking it.
+    """
+    shown = [cell for cell in cells if cell.rotary_dim == cell.head_dim and "none" in cell.times_us]
+    names = list(dict.fromkeys(cell.implementation for cell in shown))
+    dims = sorted({cell.head_dim for cell in shown})
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(1 + 2.4 * len(dims), 0.9 + 2.1 * len(names)))
+        panels = figure.subplots(len(names), len(dims), squeeze=False, sharex=True, sharey=True)
+        for row, name in zip(panels, names, strict=True):
+            for panel, head_dim in zip(row, dims, strict=True):
+                chosen = [c for c in shown if (c.implementation, c.head_dim) == (name, head_dim)]
+                _draw_ways(panel, sorted(chosen, key=lambda cell: cell.length), name)
+                panel.set_title(f"{name}, head_dim {head_dim}", loc="left", fontsize=9)
+        for panel in panels[-1]:
+            panel.set_xlabel("tokens of a segment")
+        figure.suptitle(
+            'Time of fuse="qk" (solid) and "q" (dashed) over that of "none" (below 1 fusing wins)',
+            x=0.01,
+            ha="left",
+            fontsize=11,
+        )
+        _save(figure, path)
+
+
+def crossover(cells: Sequence[Cell], fuse: str) -> float | None:
+    """The segment length at which a way starts to take longer than "none", between two measured.
+
+    Args:
+        cells: of one series, by length.
+        fuse: the way.
+
+    Returns:
+        Interpolated in the logarithms; None where it never or always does.
+    """
+    points = [
+        (math.log(cell.length), math.log(cell.times_us[fuse] / cell.times_us["none"]))
+        for cell in cells
+        if fuse in cell.times_us
+    ]
+    for (x, y), (next_x, next_y) in itertools.pairwise(points):
+        if y <= 0 < next_y:
+            return math.exp(x + (next_x - x) * -y / (next_y - y))
+    return None
+
+
+def _draw_ways(panel: Axes, cells: Sequence[Cell], name: str) -> None:
+    panel.axhline(1, color=_SOFT_INK, linewidth=1)
+    for fuse, line in (("qk", "-"), ("q", "--")):
+        points = [
+            (cell.length, cell.times_us[fuse] / cell.times_us["none"])
+            for cell in cells
+            if fuse in cell.times_us
+        ]
+        panel.plot(
+            [length for length, _ in points],
+            [ratio for _, ratio in points],
+            line,
+            color=_COLOURS.get(name, _INK),
+            linewidth=1.5,
+        )
+    if length := crossover(cells, "qk"):
+        panel.plot(length, 1, "o", markerfacecolor="white", color=_INK, markersize=6)
+        panel.annotate(f"{length:.0f}", (length, 1), (4, 6), textcoords="offset points", fontsize=8)
+    taken = [cell.length for cell in cells if cell.auto == "qk"]
+    if taken and len(taken) < len(cells):
+        panel.axvline(max(taken), color=_PEER, linewidth=1, linestyle=(0, (3, 2)))
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_locator(LogLocator(4))
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    panel.yaxis.set_minor_locator(NullLocator())
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_formatter("{x:g}")
+    _clean(panel)
 
 
 def _draw_bars(

@@ -12,6 +12,7 @@ from compare.console import say
 from compare.errors import InputError, UnavailableError
 
 AGREES, DISAGREES, BAD_INPUT = 0, 1, 2
+_KERNELS = ("window", "stream", "rotate")
 _COMPARED = ("torch", "triton", "jax", "flax", "transformers")
 
 _DESCRIPTION = (
@@ -62,6 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     parts = parser.add_subparsers(title="parts", metavar="PART", parser_class=_Parser)
     _add_part(parts, "agreement", _run_agreement, "do kernels and towers agree?")
     kernels = _add_part(parts, "kernels", _run_kernels, "time the kernels and their peers")
+    _add_part(parts, "fusion", _run_fusion, "time every way of fusing, over segment lengths")
+    tune = _add_part(parts, "tune", _run_tune, "find the fastest launches for this GPU")
+    tune.add_argument("--write", action="store_true", help="put them into the kernel packages")
+    for flag, choices in (("--package", ("triton", "pallas")), ("--kernel", _KERNELS)):
+        tune.add_argument(
+            flag, action="append", choices=choices, help="this one only; may be given several times"
+        )
     towers = _add_part(parts, "towers", _run_towers, "time the towers and Hugging Face's")
     for part in (kernels, towers):
         part.add_argument(
@@ -120,14 +128,44 @@ def _agreement(path: Path | None) -> int:
 
 
 def _run_kernels(options: argparse.Namespace) -> int:
+    from compare.rotation import ROTATION_WORKLOADS, bench_rotation
     from compare.workloads import KERNEL_WORKLOADS, choose
 
-    workloads = choose(KERNEL_WORKLOADS, options.workload)
+    chosen = choose(KERNEL_WORKLOADS | ROTATION_WORKLOADS, options.workload)
     path = _prepare_benchmark("kernels", options.json)
     from compare.kernel_bench import bench_kernels
 
-    records, ceilings = bench_kernels(workloads)
+    records, ceilings = bench_kernels([w for w in chosen if w.name in KERNEL_WORKLOADS])
+    rotations = [w for w in chosen if w.name in ROTATION_WORKLOADS]
+    records += bench_rotation(rotations, ceilings)
     _save(results.collect("kernels", records, ceilings.to_json()), path)
+    return AGREES
+
+
+def _run_fusion(options: argparse.Namespace) -> int:
+    path = _prepare_benchmark("fusion", options.json)
+    from compare.fusion import measure_fusion
+
+    records, ceilings = measure_fusion()
+    _save(results.collect("fusion", records, ceilings.to_json()), path)
+    return AGREES
+
+
+def _run_tune(options: argparse.Namespace) -> int:
+    path = _prepare_benchmark("tune", options.json)
+    from compare.tune import TWINS, tune
+    from compare.tuning_cases import tuning_cases
+
+    cases = tuning_cases(tuple(options.kernel or _KERNELS))
+    records = []
+    for name in options.package or TWINS:
+        table, choices = tune(TWINS[name], cases)
+        records += [record for choice in choices for record in choice.records]
+        if options.write:
+            file = TWINS[name].launch.TABLE_FILE
+            results.write_text(table.to_text(), file)
+            say(f"Wrote {file}")
+    _save(results.collect("tune", records), path)
     return AGREES
 
 

@@ -5,8 +5,12 @@ from typing import Any
 
 from compare.console import number
 from compare.results import Results
+from compare.workloads import FRAMES_MIX, FRAMES_MIX_PARTS
 
-OURS = ("triton", "pallas", "torch", "flax")
+KERNELS = ("triton", "pallas")
+OURS = (*KERNELS, "torch", "flax")
+# Whole frames are held against these one by one.
+_FRAME_PEERS = tuple(f"in-place rope + {x}" for x in ("cuDNN SDPA", "FA2 varlen", "FA3 varlen"))
 # Whom a peer's time is set against: ours of the same framework.
 _COUNTERPART = {
     ("kernels", "torch"): "triton",
@@ -70,17 +74,52 @@ def timing_table(results: Results, workloads: Sequence[str]) -> str:
     return table([family(workloads[0]), *headings, "spread", "rel. RMS error"], rows)
 
 
-def twin_table(results: Results, workloads: Sequence[str]) -> str:
-    """Pallas over Triton by the one clock that sees both; empty where it saw only one."""
-    ratios = []
-    for workload in workloads:
-        records = timed(results, workload)
-        both = [records.get(name, {}).get("profiler_us") for name in ("pallas", "triton")]
-        ratios.append(f"{both[0] / both[1]:.2f}" if all(both) else "–")
-    if all(ratio == "–" for ratio in ratios):
-        return ""
+def ratio_table(results: Results, workloads: Sequence[str]) -> str:
+    """What the times of one family come to; a row for each ratio that was measured.
+
+    Pallas over Triton is by the one clock that sees both. Above 1 ours is the faster in the ratios
+    to unfused pairs. The host's time, which a short kernel may be too short to hide, stands with
+    them.
+    """
     headings = [workload.partition("-")[2] for workload in workloads]
-    return table(["device time by one profiler", *headings], [["Pallas / Triton", *ratios]])
+    columns = [_ratios(results, workload) for workload in workloads]
+    rows = [
+        [name, *(column.get(name, "–") for column in columns)]
+        for name in dict.fromkeys(name for column in columns for name in column)
+    ]
+    return table(["ratio", *headings], rows) if rows else ""
+
+
+def _ratios(results: Results, workload: str) -> dict[str, str]:
+    records = timed(results, workload)
+    times = {name: record["median_us"] for name, record in records.items()}
+    found: dict[str, str] = {}
+    for name in KERNELS:
+        if share := records.get(name, {}).get("share_of_floor"):
+            found[f"floor / {name}"] = f"{share:.0%}"
+    if host_us := records.get("triton", {}).get("host_us"):
+        found["host time of a call, triton, µs"] = number(host_us)
+    triton_us, pallas_us = (records.get(name, {}).get("profiler_us") for name in KERNELS)
+    if pallas_us and triton_us:
+        found["pallas / triton"] = f"{pallas_us / triton_us:.2f}"
+    for framework, ours in (("torch", "triton"), ("jax", "pallas")):
+        peers = [
+            times[name]
+            for name, record in records.items()
+            if record.get("framework") == framework and name not in OURS
+        ]
+        if peers and ours in times:
+            found[f"fastest unfused {framework} / {ours}"] = f"{min(peers) / times[ours]:.2f}"
+    for peer in _FRAME_PEERS if family(workload).startswith("frames") else ():
+        if peer in times and "triton" in times:
+            found[f"{peer} / triton"] = f"{times[peer] / times['triton']:.2f}"
+    if workload == FRAMES_MIX:
+        parts = [timed(results, part) for part in FRAMES_MIX_PARTS]
+        for name in KERNELS:
+            if name in times and all(name in part for part in parts):
+                parts_us = sum(part[name]["median_us"] for part in parts)
+                found[f"{name} / its parts one by one"] = f"{times[name] / parts_us:.2f}"
+    return found
 
 
 def resource_table(results: Results, workloads: Sequence[str]) -> str:

@@ -55,6 +55,19 @@ def unfused(inputs: KernelInputs, scale: float | None = None) -> torch.Tensor:
     return _by_segment(inputs, q, k, v.float(), scale, attend).to(dtype)
 
 
+def rotated(inputs: KernelInputs) -> torch.Tensor:
+    """Q and K rotated in fp64: [tokens, 2, heads, head_dim]."""
+    qkv, cos, sin = (to_torch(x).double() for x in (inputs.qkv, inputs.cos, inputs.sin))
+    return torch.stack([_rotate(x, cos, sin) for x in qkv[:, :2].unbind(1)], dim=1)
+
+
+def rotated_once(inputs: KernelInputs) -> torch.Tensor:
+    """The same in fp32, rounded once to the dtype of qkv."""
+    qkv, cos, sin = (to_torch(x) for x in (inputs.qkv, inputs.cos, inputs.sin))
+    turned = [_rotate(x.float(), cos, sin) for x in qkv[:, :2].unbind(1)]
+    return torch.stack(turned, dim=1).to(qkv.dtype)
+
+
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn each pair (x[i], x[i + rotary_dim / 2]) by its angle: complex multiplication."""
     half = cos.shape[-1]

@@ -23,7 +23,7 @@ FA3_LIBRARY = "FA3_LIBRARY"  # environment: path of vLLM's FA3 binary, which loa
 
 def torch_peers() -> list[KernelImplementation]:
     """Every pair of a rotation and an attention; what cannot run here says so when prepared."""
-    rotations = {"torch.compile rope": _compiled_rotation, "in-place rope": _in_place_rotation}
+    rotations = {"torch.compile rope": _compiled_rotation, "in-place rope": in_place_rotation}
     attentions = {
         "FA2 varlen": lambda _: load_varlen("FA2"),
         "flash-attn FA2 varlen": lambda _: load_varlen("flash-attn FA2"),
@@ -85,7 +85,8 @@ def _rotate(
     return q, k
 
 
-def _in_place_rotation() -> Rotation:
+def in_place_rotation() -> Rotation:
+    """Our rotation kernel on packed qkv, in place."""
     from triton_kernels.attention import launch_rotate
 
     def rotate(

@@ -36,6 +36,10 @@ class Profile:
         """Kernels, copies and fills in one call."""
         return len(self.events) / self.calls
 
+    def of_kernel(self, name: str) -> "Profile":
+        """The part of it whose kernels have `name` in theirs."""
+        return Profile([event for event in self.events if name in event.name], self.calls)
+
     def timing(self) -> Timing:
         """Summed device time of each call's kernels, gaps between them not counted.
 

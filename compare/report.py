@@ -6,21 +6,27 @@ from pathlib import Path
 
 from compare import markdown, results
 from compare.errors import InputError, UnavailableError
+from compare.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.results import Results
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-PARTS = ("agreement", "kernels", "towers")
+PARTS = ("agreement", "kernels", "fusion", "towers")
 
 _METHODS = {
     "kernels": "PyTorch's times are CUDA-graph replays, JAX's the profiler's sum of a call's "
     "kernels without the gaps between them; inputs rotate past the L2 cache. In brackets: share of "
     "the floor, or times as long as ours of the same framework. Spread: 90th - 10th percentile.",
+    "fusion": "Rows: framework and head_dim; columns: tokens of a segment, of about 9,216 in all. "
+    "Clocks as in the kernels' tables.",
     "towers": "Wall time of whole calls, inputs on the GPU. In brackets: share of the floor, or "
     "times as long as ours in PyTorch. Spread: 90th - 10th percentile.",
 }
 _TITLES = {
     "windows": "Windowed attention, one layer, RoPE included",
     "frames": "Whole-frame attention, one layer, RoPE included",
+    "windows_other": "Windowed attention, other shapes",
+    "frames_other": "Whole-frame attention, other shapes",
+    "rotate": "Rotation of Q and K as a pass of its own",
     "tower": "Whole tower, 32 layers",
 }
 
@@ -43,7 +49,7 @@ def write_report(directory: Path, out: Path) -> Path:
     for folder, parts in devices.items():
         _draw(folder, parts)
     sections = "\n\n".join(_section(f, p, out.parent, full=True) for f, p in devices.items())
-    _replace(out, f"# Results\n\n{sections}\n")
+    results.write_text(f"# Results\n\n{sections}\n", out)
     return out
 
 
@@ -61,7 +67,8 @@ def update_readme(readme: Path, directory: Path) -> None:
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise InputError(f"{readme} has no {BEGIN} followed by {END}")
-    _replace(readme, f"{before}{BEGIN}\n{readme_block(readme, directory)}\n{END}{after}")
+    block = readme_block(readme, directory)
+    results.write_text(f"{before}{BEGIN}\n{block}\n{END}{after}", readme)
 
 
 def readme_block(readme: Path, directory: Path) -> str:
@@ -97,8 +104,8 @@ def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) ->
     level = "##" if full else "###"  # a README has a heading of its own above
     lines = [f"{level} {next(iter(parts.values())).device}"]
     for part, measured in parts.items():
-        body = _agreement(measured) if part == "agreement" else _timings(measured, full)
-        for title, chart, text in body:
+        body = {"agreement": _agreement, "fusion": _fusion}.get(part, _timings)
+        for title, chart, text in body(measured, full):
             lines.append(f"{level}# {title}")
             if chart and (folder / chart).is_file():
                 link = Path(os.path.relpath(folder / chart, base)).as_posix()
@@ -110,16 +117,25 @@ def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) ->
     return "\n\n".join(lines)
 
 
-def _agreement(measured: Results) -> Iterator[tuple[str, str | None, str]]:
+def _agreement(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
     texts = [markdown.agreement_line(measured), markdown.layer_table(measured)]
     yield "Agreement", "layers.svg", "\n\n".join(filter(None, texts))
+
+
+def _fusion(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
+    cells = cells_of(measured.records)
+    texts = [verdict_line(cells), markdown.table(*best_table(cells))]
+    if full:
+        texts.append(markdown.table(*times_table(cells)))
+    texts.append(_METHODS["fusion"])
+    yield "How much of the rotation to fuse", "fusion.svg", "\n\n".join(texts)
 
 
 def _timings(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
     for family, workloads in markdown.families(measured).items():
         texts = [markdown.timing_table(measured, workloads)]
         if measured.part == "kernels":
-            texts.append(markdown.twin_table(measured, workloads))
+            texts.append(markdown.ratio_table(measured, workloads))
         else:
             texts.append(markdown.resource_table(measured, workloads))
         texts.append(_METHODS[measured.part])
@@ -138,6 +154,10 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
             if any(record.get("layer") is not None for record in measured.records):
                 charts.layer_chart(measured, folder / "layers.svg")
             continue
+        if part == "fusion":
+            if cells := cells_of(measured.records):
+                charts.fusion_chart(cells, folder / "fusion.svg")
+            continue
         for family, workloads in markdown.families(measured).items():
             if markdown.ranking(measured, workloads):
                 path = folder / f"{family}.svg"
@@ -146,9 +166,3 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
 
 def _title(family: str) -> str:
     return _TITLES.get(family, family)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -129,7 +129,11 @@ def write(results: Results, path: Path) -> None:
         InputError: the place cannot be written.
     """
     check_writable(path)
-    text = json.dumps(asdict(results), indent=1, allow_nan=False) + "\n"
+    write_text(json.dumps(asdict(results), indent=1, allow_nan=False) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a file in one step."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
         unfinished.write_text(text, encoding="utf-8")

@@ -18,6 +18,7 @@ MIN_CALLS = 20  # input sets, if memory allows: the gap between two replays spre
 CACHE_PASSES = 4
 SAMPLES = 30
 SAMPLE_MS = 3.0
+HOST_SAMPLES = 10
 WALL_SECONDS = 3.0
 _FALLBACK_CACHE = 64 << 20
 
@@ -40,10 +41,10 @@ class Timing:
         return cls(median, deciles[-1] - deciles[0], len(samples_us))
 
 
-def input_sets(bytes_per_set: int) -> int:
-    """How many input sets a timing rotates among: enough calls, and several times the L2 cache."""
+def input_sets(bytes_per_set: int, calls: int = MIN_CALLS) -> int:
+    """How many input sets a timing rotates among: `calls`, and several times the L2 cache."""
     cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or _FALLBACK_CACHE
-    return max(3, MIN_CALLS, -(-CACHE_PASSES * cache // bytes_per_set))
+    return max(3, calls, -(-CACHE_PASSES * cache // bytes_per_set))
 
 
 @dataclass
@@ -78,12 +79,12 @@ class GraphTimer:
         with torch.cuda.graph(self._graph):
             self._outputs = [self.call(*arguments) for arguments in self._sets]
 
-    def time(self) -> Timing:
+    def time(self, samples: int = SAMPLES) -> Timing:
         """Time replays; each sample is some milliseconds of back-to-back replays."""
         self._elapsed_ms(3)
         replays = max(2, int(SAMPLE_MS / max(self._elapsed_ms(2) / 2, 1e-3)))
         scale = 1e3 / (replays * self.sets)
-        return Timing.of([self._elapsed_ms(replays) * scale for _ in range(SAMPLES)])
+        return Timing.of([self._elapsed_ms(replays) * scale for _ in range(samples)])
 
     def outputs(self) -> list[torch.Tensor]:
         """What the timed graph writes, from fresh inputs into outputs filled with NaN before.
@@ -92,8 +93,8 @@ class GraphTimer:
         in every replay.
         """
         for (qkv, *_), output in zip(self._sets, self._outputs, strict=True):
+            output.fill_(float("nan"))  # first: it may be a view of qkv
             qkv.copy_(self.arguments[0])
-            output.fill_(float("nan"))
         self._graph.replay()
         torch.cuda.synchronize()
         return self._outputs
@@ -103,6 +104,18 @@ class GraphTimer:
         for arguments in self._sets * rounds:
             self.call(*arguments)
         torch.cuda.synchronize()
+
+    def host_us(self) -> float:
+        """Microseconds of the host for a call: Python and launch, the GPU not waited for."""
+        samples = []
+        for _ in range(HOST_SAMPLES):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for arguments in self._sets:
+                self.call(*arguments)
+            samples.append((time.perf_counter() - start) * 1e6 / self.sets)
+        torch.cuda.synchronize()
+        return statistics.median(samples)
 
     def _elapsed_ms(self, replays: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -56,6 +56,7 @@ class KernelWorkload:
         grid_thw: (t, h, w) of each image or clip, in patches.
         dtype: a key of DTYPES.
         rotary_dim: how many of head_dim's dims rotate; None is all of them.
+        peers: names of the peers that are timed beside ours; None is all of them.
     """
 
     name: str
@@ -65,6 +66,7 @@ class KernelWorkload:
     head_dim: int = 80
     dtype: str = "bfloat16"
     rotary_dim: int | None = None
+    peers: tuple[str, ...] | None = None
 
     @property
     def rotated_dims(self) -> int:
@@ -175,13 +177,83 @@ def _square(side: int) -> Grid:
 
 
 _KINDS: tuple[Kind, ...] = ("windows", "frames")
+# Where more shapes are measured, the strongest peers that take any of them stand for all.
+_JAX_PEER = "XLA rope + cuDNN (jax.nn)"
+_WINDOW_PEERS = ("torch.compile rope + FA2 varlen", _JAX_PEER)
+_FRAME_PEERS = ("in-place rope + FA2 varlen", "in-place rope + cuDNN SDPA", _JAX_PEER)
+
+_LANDSCAPE: Grid = ((1, 62, 90),)  # 1260 x 868 px, whose windows at the right and below are short
+_EIGHT_IMAGES: Grid = (
+    (1, 32, 32), (1, 62, 90), (1, 8, 8), (1, 48, 64), (1, 26, 38), (1, 96, 20), (1, 2, 34),
+    (1, 64, 64),
+)  # fmt: skip
+_CLIP: Grid = ((8, 32, 32),)  # 16 frames of 448 px: a temporal patch is two of them
+_FORTY_IMAGES: Grid = 5 * (
+    (1, 8, 8), (1, 8, 16), (1, 12, 20), (1, 16, 24), (1, 24, 24), (1, 24, 32), (1, 30, 30),
+    (1, 32, 32),
+)  # fmt: skip
+
+FRAMES_MIX = "frames_other-1344+forty"
+# What the mix is made of: it should take hardly longer than they do one after the other.
+FRAMES_MIX_PARTS = ("frames-1344", "frames_other-forty")
+
+
+def _other_windows() -> list[KernelWorkload]:
+    large = KernelWorkload("windows_other-", "windows", _square(1344), peers=_WINDOW_PEERS)
+    return [
+        _other(large, "1344-head72", head_dim=72),
+        _other(large, "1344-fp16", dtype="float16"),
+        _other(large, "1260x868", grid_thw=_LANDSCAPE),
+        _other(large, "8-images", grid_thw=_EIGHT_IMAGES),
+        _other(large, "16x448", grid_thw=_CLIP),
+    ]
+
+
+def _other_frames() -> list[KernelWorkload]:
+    large = KernelWorkload("frames_other-", "frames", _square(1344), peers=_FRAME_PEERS)
+    small = replace(large, grid_thw=_square(448))
+    # cuDNN wants segments of one length, and padded to the longest these would be mostly padding.
+    ragged = replace(large, peers=("in-place rope + FA2 varlen",))
+    return [
+        _other(small, "448-head72", head_dim=72),
+        _other(large, "1344-head72", head_dim=72),
+        _other(small, "448-head128", head_dim=128),
+        _other(large, "1344-head128", head_dim=128),
+        _other(large, "8x1024", grid_thw=_CLIP),
+        _other(ragged, "forty", grid_thw=_FORTY_IMAGES),
+        _other(ragged, "1344+forty", grid_thw=(*_square(1344), *_FORTY_IMAGES)),
+    ]
+
+
+def _other(workload: KernelWorkload, name: str, **changes: object) -> KernelWorkload:
+    return replace(workload, name=workload.name + name, **changes)
+
 
 KERNEL_WORKLOADS = {
     workload.name: workload
     for workload in [
-        KernelWorkload(f"{kind}-{side}", kind, _square(side)) for kind in _KINDS for side in SIDES
+        *(
+            KernelWorkload(f"{kind}-{side}", kind, _square(side))
+            for kind in _KINDS
+            for side in SIDES
+        ),
+        *_other_windows(),
+        *_other_frames(),
     ]
 }
+
+# Segment lengths over which kernels are tuned and fusions compared, as frames in patches.
+SEGMENT_FRAMES = {
+    16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16), 576: (24, 24),
+    1024: (32, 32), 2304: (48, 48), 4096: (64, 64), 9216: (96, 96),
+}  # fmt: skip
+
+
+def segments(length: int) -> KernelWorkload:
+    """As many segments of one length, a key of SEGMENT_FRAMES, as fit into 9,216 tokens."""
+    frame = (1, *SEGMENT_FRAMES[length])
+    return KernelWorkload(f"segments-{length}", "frames", (frame,) * (9216 // length))
+
 
 TOWER_WORKLOADS = {
     workload.name: workload

@@ -10,14 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.checks import check_arguments
-from pallas_kernels.launch import (
-    Launch,
-    head_split,
-    rotate_launch,
-    stream_launch,
-    window_launch,
-    window_limit,
-)
+from pallas_kernels.launch import auto_fuse, find_launch, head_split, window_limit
+from pallas_kernels.launch_table import Launch
 from pallas_kernels.reference import rope_attention_reference
 from pallas_kernels.rotate_kernel import rotate_kernel
 from pallas_kernels.stream_kernel import stream_kernel
@@ -128,7 +122,7 @@ def _plan(
         max_seqlen = np.diff(np.asarray(cu_seqlens), prepend=0).max()
     max_seqlen = int(max_seqlen)
     if fuse == "auto":
-        fuse = "qk" if max_seqlen <= window_limit(arrays[0].dtype) else "none"
+        fuse = auto_fuse(arrays[0].dtype, max_seqlen)
     scale = arrays[0].shape[-1] ** -0.5 if scale is None else float(scale)
     return _Plan(max_seqlen, scale, fuse, implementation), (cos, sin, cu_seqlens)
 
@@ -231,11 +225,11 @@ def _kernel(
         "interpreted": interpret,
     }
     if plan.max_seqlen <= window_limit(v.dtype):
-        launch = window_launch(plan.max_seqlen)
+        launch = find_launch("window", v.dtype, head_dim, plan.max_seqlen)
         programs = segments * heads
         kernel = functools.partial(window_kernel, **static, block=launch.block)
     else:
-        launch = stream_launch(head_dim, v.dtype)
+        launch = find_launch("stream", v.dtype, head_dim, plan.max_seqlen)
         programs = pl.cdiv(tokens, launch.block) * heads
         kernel = functools.partial(
             stream_kernel, **static, block=launch.block, block_k=launch.block_k
@@ -250,7 +244,7 @@ def _rotate(
 ) -> jax.Array:
     """Parts of x rotated, in the paired order that the attention kernels read."""
     tokens, _, heads, head_dim = x.shape
-    launch, split = rotate_launch(head_dim), head_split(head_dim)
+    launch, split = find_launch("rotate", x.dtype, head_dim, 1), head_split(head_dim)
     kernel = functools.partial(
         rotate_kernel,
         parts=parts,

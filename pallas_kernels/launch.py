@@ -1,19 +1,25 @@
-"""Block sizes, warps and stages for each case: nothing is tuned at call time."""
+"""Block sizes, warps and stages for each case, from a checked-in table.
 
+Nothing is tuned at call time: `launches.json` says what was fastest, `python -m compare tune`
+makes it anew.
+"""
+
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.launch_table import Gpu, Launch, Shape, Table, next_power_of_2
 
-class Launch(NamedTuple):
-    """How one kernel is launched. Rows of a query tile, rows of a key tile, warps, stages."""
-
-    block: int
-    block_k: int
-    num_warps: int
-    num_stages: int
+TABLE_FILE = Path(__file__).with_name("launches.json")
+_PACKAGED = Table.read(TABLE_FILE)
+_table = ContextVar("table", default=_PACKAGED)
 
 
 class HeadSplit(NamedTuple):
@@ -25,11 +31,6 @@ class HeadSplit(NamedTuple):
 
 # A tensor-core product needs 16 columns.
 MIN_COLUMNS = 16
-
-
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 @functools.cache
@@ -46,26 +47,33 @@ def window_limit(dtype: DTypeLike) -> int:
     return 32 if dtype == jnp.float32 else 128
 
 
-@functools.cache
-def window_launch(max_seqlen: int) -> Launch:
-    """A tile as long as the longest segment."""
-    block = max(16, next_power_of_2(max_seqlen))
-    return Launch(block, block, num_warps=8 if block > 64 else 4, num_stages=1)
+def auto_fuse(dtype: DTypeLike, max_seqlen: int) -> str:
+    """What fuse="auto" means: "qk" where one tile holds a segment, else "none"."""
+    return "qk" if max_seqlen <= window_limit(dtype) else "none"
+
+
+def find_launch(kernel: str, dtype: DTypeLike, head_dim: int, max_seqlen: int) -> Launch:
+    """How to launch a kernel ("window", "stream" or "rotate") on [tokens, heads, head_dim]."""
+    operands = "single" if dtype == jnp.float32 else "half"
+    shape = Shape(kernel, operands, head_dim, next_power_of_2(max_seqlen))
+    return _table.get().find(gpu(), shape)
 
 
 @functools.cache
-def stream_launch(head_dim: int, dtype: DTypeLike) -> Launch:
-    """fp32 products run on the plain cores and hold more registers, hence the smaller tiles."""
-    if dtype == jnp.float32:
-        return Launch(32, 32, num_warps=4, num_stages=1)
-    if head_dim > 128:
-        return Launch(128, 32, num_warps=8, num_stages=2)
-    if head_dim > 96:
-        return Launch(128, 64, num_warps=8, num_stages=2)
-    return Launch(64, 64, num_warps=4, num_stages=3)
+def gpu() -> Gpu | None:
+    """The first GPU here; None where there is none, though one may be lowered for."""
+    try:
+        first, *_ = jax.local_devices(backend="gpu")
+    except RuntimeError:
+        return None
+    return Gpu(first.device_kind, first.compute_capability)
 
 
-@functools.cache
-def rotate_launch(head_dim: int) -> Launch:
-    """block_k counts the heads that share one load of the angles."""
-    return Launch(16 if head_dim <= 128 else 8, 2, num_warps=4, num_stages=2)
+@contextlib.contextmanager
+def launching_by(table: Table) -> Iterator[None]:
+    """Within the context, this thread takes its launches from another table than the package's."""
+    token = _table.set(table)
+    try:
+        yield
+    finally:
+        _table.reset(token)

@@ -4,13 +4,7 @@ import torch
 import triton
 
 from triton_kernels.checks import check_arguments
-from triton_kernels.launch import (
-    head_split,
-    rotate_launch,
-    stream_launch,
-    window_launch,
-    window_limit,
-)
+from triton_kernels.launch import auto_fuse, find_launch, head_split, window_limit
 from triton_kernels.reference import rope_attention_reference
 from triton_kernels.rotate_kernel import rotate_kernel
 from triton_kernels.stream_kernel import stream_kernel
@@ -129,7 +123,7 @@ def attend(
     if max_seqlen is None:
         max_seqlen = int(cu_seqlens.diff().max())
     if fuse == "auto":
-        fuse = "qk" if max_seqlen <= window_limit(q.dtype) else "none"
+        fuse = auto_fuse(q.dtype, max_seqlen)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(q):
         if fuse == "none":
@@ -155,10 +149,10 @@ def _launch(
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     aligned, strides = _strides((q, k, v), (cos, sin))
     if aligned and max_seqlen <= window_limit(q.dtype):
-        launch = window_launch(max_seqlen)
+        launch = find_launch("window", q, max_seqlen)
         kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
     else:
-        launch = stream_launch(head_dim, q.dtype, aligned)
+        launch = find_launch("stream", q, max_seqlen, aligned)
         programs = triton.cdiv(tokens, launch.block) * heads
         kernel, blocks = stream_kernel, (launch.block, launch.block_k)
     split = head_split(head_dim)
@@ -218,9 +212,9 @@ def launch_rotate(
 ) -> None:
     """Rotate x into out, both [tokens, heads, head_dim]; without `paired`, out may be x itself."""
     tokens, heads, head_dim = x.shape
-    launch, split = rotate_launch(head_dim), head_split(head_dim)
-    programs = triton.cdiv(tokens, launch.block) * triton.cdiv(heads, launch.block_k)
     aligned, strides = _strides((x, out), (cos, sin))
+    launch, split = find_launch("rotate", x, 1, aligned), head_split(head_dim)
+    programs = triton.cdiv(tokens, launch.block) * triton.cdiv(heads, launch.block_k)
     rotate_kernel[(programs,)](
         x, out, cos, sin, tokens, heads,
         *strides,

@@ -1,18 +1,23 @@
-"""Block sizes, warps and stages for each case: nothing is tuned at call time."""
+"""Block sizes, warps and stages for each case, from a checked-in table.
 
+Nothing is tuned at call time: `launches.json` says what was fastest, `python -m compare tune`
+makes it anew.
+"""
+
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from triton_kernels.launch_table import Gpu, Launch, Shape, Table, next_power_of_2
 
-class Launch(NamedTuple):
-    """How one kernel is launched. Rows of a query tile, rows of a key tile, warps, stages."""
-
-    block: int
-    block_k: int
-    num_warps: int
-    num_stages: int
+TABLE_FILE = Path(__file__).with_name("launches.json")
+_PACKAGED = Table.read(TABLE_FILE)
+_table = ContextVar("table", default=_PACKAGED)
 
 
 class HeadSplit(NamedTuple):
@@ -24,11 +29,6 @@ class HeadSplit(NamedTuple):
 
 # A tensor-core product needs 16 columns.
 MIN_COLUMNS = 16
-
-
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 @functools.cache
@@ -45,30 +45,39 @@ def window_limit(dtype: torch.dtype) -> int:
     return 32 if dtype == torch.float32 else 128
 
 
-@functools.cache
-def window_launch(max_seqlen: int) -> Launch:
-    """A tile as long as the longest segment."""
-    block = max(16, next_power_of_2(max_seqlen))
-    return Launch(block, block, num_warps=8 if block > 64 else 4, num_stages=1)
+def auto_fuse(dtype: torch.dtype, max_seqlen: int) -> str:
+    """What fuse="auto" means: "qk" where one tile holds a segment, else "none"."""
+    return "qk" if max_seqlen <= window_limit(dtype) else "none"
 
 
-@functools.cache
-def stream_launch(head_dim: int, dtype: torch.dtype, aligned: bool) -> Launch:
-    """fp32 products run on the plain cores and hold more registers, hence the smaller tiles.
+def find_launch(kernel: str, x: torch.Tensor, max_seqlen: int, aligned: bool = True) -> Launch:
+    """How to launch a kernel ("window", "stream" or "rotate") on x [tokens, heads, head_dim].
 
-    Tiles of 32 rows also keep unaligned tensors away from the asynchronous tensor-core products:
-    ptxas 12.8, which Triton 3.6 brings along, miscompiles two of them that share a staging buffer.
+    Unaligned tensors have rows of their own, with tiles of 32 rows: those keep them away from the
+    asynchronous tensor-core products, of which ptxas 12.8, which Triton 3.6 brings along,
+    miscompiles two that share a staging buffer.
     """
-    if dtype == torch.float32 or not aligned:
-        return Launch(32, 32, num_warps=4, num_stages=1)
-    if head_dim > 128:
-        return Launch(128, 32, num_warps=8, num_stages=2)
-    if head_dim > 96:
-        return Launch(128, 64, num_warps=8, num_stages=2)
-    return Launch(64, 64, num_warps=4, num_stages=3)
+    operands = "single" if x.dtype == torch.float32 else "half"
+    shape = Shape(
+        kernel, operands if aligned else "unaligned", x.shape[-1], next_power_of_2(max_seqlen)
+    )
+    return _table.get().find(gpu(x.device.index), shape)
 
 
 @functools.cache
-def rotate_launch(head_dim: int) -> Launch:
-    """block_k counts the heads that share one load of the angles."""
-    return Launch(16 if head_dim <= 128 else 8, 2, num_warps=4, num_stages=2)
+def gpu(index: int | None) -> Gpu | None:
+    """A CUDA device by its index; None for the index that a CPU tensor has, None."""
+    if index is None:
+        return None
+    capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+    return Gpu(torch.cuda.get_device_name(index), capability)
+
+
+@contextlib.contextmanager
+def launching_by(table: Table) -> Iterator[None]:
+    """Within the context, this thread takes its launches from another table than the package's."""
+    token = _table.set(table)
+    try:
+        yield
+    finally:
+        _table.reset(token)

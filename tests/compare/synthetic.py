@@ -31,10 +31,11 @@ MISSING = "in-place rope + FA3 varlen"
 
 
 def write_all(directory: Path) -> None:
-    """agreement.json, kernels.json and towers.json of one device."""
+    """agreement.json, kernels.json, fusion.json and towers.json of one device."""
     for part, records in {
         "agreement": agreement_records(),
         "kernels": timing_records(("windows", "frames"), KERNELS),
+        "fusion": fusion_records(),
         "towers": timing_records(("tower",), TOWERS),
     }.items():
         made_up = as_results(part, records)
@@ -72,6 +73,32 @@ def timing_records(families, implementations) -> list[Record]:
                 )
             records.append(replace(blank, implementation=MISSING, note="not installed"))
     return records
+
+
+def fusion_records() -> list[Record]:
+    return [
+        Record(
+            f"segments-{length}",
+            name,
+            median_us=time,
+            relative_rms_error=2.7e-3,
+            head_dim=head_dim,
+            fuse=fuse,
+            details={
+                "segment_length": length,
+                "rotary_dim": head_dim,
+                "auto": "qk" if length <= 128 else "none",
+            },
+        )
+        for name in ("triton", "pallas")
+        for head_dim in (64, 80)
+        for length in (64, 128, 1024)
+        for fuse, time in {
+            "qk": 30 + length / 4,
+            "q": 75 + length / 16,
+            "none": 60 + length / 16,
+        }.items()
+    ]
 
 
 def agreement_records() -> list[Record]:

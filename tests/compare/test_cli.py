@@ -74,7 +74,7 @@ def test_without_a_gpu_the_main_job_is_agreement(without_gpu, agreement, tmp_pat
     assert cli.main([]) == cli.DISAGREES
 
 
-@pytest.mark.parametrize("part", ["kernels", "towers"])
+@pytest.mark.parametrize("part", ["kernels", "fusion", "towers"])
 def test_benchmarks_need_a_gpu(without_gpu, part, capsys):
     assert cli.main([part]) == cli.BAD_INPUT
     assert f"{part} measures on a CUDA GPU, and this machine has none" in sentence(capsys)

@@ -3,15 +3,19 @@
 import pytest
 import torch
 
-from compare import ceilings, implementations
-from compare.arrays import torch_arguments
+from compare import ceilings, fusion, implementations
+from compare.arrays import jax_arguments, torch_arguments
 from compare.environment import has_gpu
 from compare.implementations import KernelImplementation
 from compare.kernel_bench import all_implementations, bench_kernels
 from compare.metrics import relative_rms_error
 from compare.oracle import oracle
+from compare.profiling import profile
+from compare.rotation import ROTATION_WORKLOADS, bench_rotation
 from compare.timing import GraphTimer, input_sets
-from compare.workloads import KERNEL_WORKLOADS
+from compare.tune import TWINS, tune
+from compare.tuning_cases import tuning_cases
+from compare.workloads import KERNEL_WORKLOADS, segments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")]
 
@@ -60,3 +64,46 @@ def test_both_kernels_are_timed_and_no_faster_than_the_floor():
         assert record.passed, record
         assert record.median_us > 0.9 * record.floor_us
         assert record.kernels_per_call == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [("windows-448", ["window_kernel"]), ("frames-448", ["rotate_kernel", "stream_kernel"])],
+)
+def test_the_pallas_call_adds_no_kernel_of_its_own(name, kernels):
+    workload = KERNEL_WORKLOADS[name]
+    call, arguments = implementations.pallas().prepare(workload), jax_arguments(workload.inputs())
+    call(*arguments).block_until_ready()
+
+    def run():
+        for _ in range(4):
+            call(*arguments).block_until_ready()
+
+    profiled = profile(run, 4)
+    assert profiled.kernels_per_call == len(kernels), profiled.by_kernel()
+    for kernel in kernels:
+        assert len(profiled.of_kernel(kernel).events) == 4, profiled.by_kernel()
+
+
+def test_rotations_are_timed():
+    for record in bench_rotation([ROTATION_WORKLOADS["rotate-448"]], ceilings.measure()):
+        assert record.passed, record
+        assert record.kernels_per_call == 1
+        assert record.share_of_floor > 0.1
+
+
+def test_every_way_of_fusing_is_timed():
+    records, _ = fusion.measure_fusion([segments(64), segments(256)])
+    assert len(records) == 2 * 3 * 2
+    assert all(record.passed and record.median_us for record in records), records
+
+
+@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("kernel", ["window", "stream", "rotate"])
+def test_candidates_are_timed(name, kernel):
+    _, (choice,) = tune(TWINS[name], tuning_cases((kernel,))[2:3])
+    assert choice.new_us <= choice.old_us
+    assert sum(record.median_us is not None for record in choice.records) > 1, choice.records
+    # A launch counts: were the candidates all launched alike, so would their times be.
+    times = [record.median_us for record in choice.records if record.median_us]
+    assert max(times) > 1.02 * min(times)

@@ -1,50 +1,25 @@
 """What the benchmark does with times and errors, on stand-ins for the GPU's clocks."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from compare import kernel_bench
-from compare.ceilings import Ceilings
 from compare.errors import UnavailableError
 from compare.implementations import KernelImplementation
 from compare.kernel_bench import bench_kernels
 from compare.oracle import oracle, unfused
-from compare.profiling import DeviceEvent, Profile
-from compare.timing import Timing
 from compare.workloads import KernelWorkload
+from tests.compare.clocks import stand_in_clocks
 
 TINY = KernelWorkload("windows-tiny", "windows", ((1, 8, 10),), heads=1)
 INPUTS = TINY.inputs()
 
 
-class StandInTimer:
-    def __init__(self, call, arguments, sets):
-        self.call, self.arguments, self.sets = call, arguments, sets
-
-    def time(self):
-        return Timing(10.0, 0.5, 30)
-
-    def outputs(self):
-        return [self.call(*self.arguments) for _ in range(self.sets)]
-
-    def run_eagerly(self, rounds):
-        self.outputs()
-
-
 @pytest.fixture(autouse=True)
 def clocks(monkeypatch):
-    ceilings = SimpleNamespace(measure=lambda: Ceilings(4e9, 4e9, 8e14))
-    monkeypatch.setattr(kernel_bench, "ceilings_module", ceilings)
-    monkeypatch.setattr(kernel_bench, "GraphTimer", StandInTimer)
-    monkeypatch.setattr(kernel_bench, "input_sets", lambda size: 2)
-
-    def profile(run, calls):
-        run()
-        return Profile([DeviceEvent("kernel", i, 9000) for i in range(calls)], calls)
-
-    monkeypatch.setattr(kernel_bench, "profile", profile)
+    stand_in_clocks(monkeypatch)
 
 
 def bench(*implementations):
@@ -63,6 +38,7 @@ def test_a_right_kernel_gets_its_time_beside_its_error():
     assert record.spread_us == 0.5
     assert record.profiler_us == 9
     assert record.kernels_per_call == 1
+    assert record.details["host_us"] == 20
     assert record.floor_us == pytest.approx(1e6 * TINY.bytes_moved / 4e9)
     assert record.share_of_floor == pytest.approx(record.floor_us / 10)
     assert 1e-3 < record.relative_rms_error < 4e-3
@@ -111,6 +87,16 @@ def test_what_fails_is_reported_and_the_run_goes_on():
     assert records[0].note == "needs another library"
     assert "no module named x" in records[1].note
     assert records[2].note.startswith("RuntimeError")
+
+
+def test_a_workload_may_name_its_peers():
+    fast, slow = (replace(right(name), ours=False) for name in ("fast", "slow"))
+    named = replace(TINY, peers=("fast",))
+    records, _ = bench_kernels([named, TINY], [right(), fast, slow])
+    assert [record.implementation for record in records] == [
+        *("triton", "fast"),
+        *("triton", "fast", "slow"),
+    ]
 
 
 def test_ours_and_every_peer_are_measured():

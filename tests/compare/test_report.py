@@ -1,5 +1,6 @@
 """Tables and charts, from made-up results; and that the README shows the committed ones."""
 
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,6 +11,7 @@ pytest.importorskip("matplotlib")
 from compare import markdown, report, results
 from compare.errors import InputError
 from compare.results import Record
+from compare.workloads import FRAMES_MIX, FRAMES_MIX_PARTS
 from tests.compare import synthetic
 
 ROOT = Path(__file__).parents[2]
@@ -25,10 +27,12 @@ def test_report_links_charts_that_are_there(directory):
     out = report.write_report(directory, directory / "report.md")
     text = out.read_text()
     folder = directory / "imaginary-gpu"
-    for chart in ("windows.svg", "frames.svg", "tower.svg", "layers.svg"):
+    for chart in ("windows.svg", "frames.svg", "fusion.svg", "tower.svg", "layers.svg"):
         assert f"(imaginary-gpu/{chart})" in text
         assert ElementTree.parse(folder / chart).getroot().tag.endswith("svg")
     assert synthetic.DEVICE in text
+    assert "in 12 of 12 cells" in text
+    assert "| µs of qk, q, none | 64 | 128 | 1024 |" in text
     assert f"{synthetic.MISSING}: not installed" in text
     assert not list(directory.rglob("*.part"))
 
@@ -56,12 +60,47 @@ def test_timing_table():
     assert synthetic.MISSING not in rows
 
 
+def ratios(records, workloads):
+    return markdown.ratio_table(synthetic.as_results("kernels", records), workloads)
+
+
+def test_ratios():
+    records = synthetic.timing_records(("windows",), synthetic.KERNELS)
+    text = ratios(records, ["windows-448", "windows-672"])
+    assert "| ratio | 448 | 672 |" in text
+    assert "| floor / triton | 50% | 50% |" in text
+    assert "| pallas / triton | 1.10 | 1.10 |" in text
+    assert "| fastest unfused torch / triton | 2.60 | 2.60 |" in text
+    assert "| fastest unfused jax / pallas | 3.09 | 3.09 |" in text
+    assert "in-place" not in text
+    hosted = [replace(r, details={"host_us": 21.04}) for r in records if r.workload[-3:] == "448"]
+    assert "| host time of a call, triton, µs | 21 |" in ratios(hosted, ["windows-448"])
+    assert (
+        ratios([r for r in records if r.implementation == synthetic.MISSING], ["windows-448"]) == ""
+    )
+
+
 def test_twins_are_compared_by_one_clock():
     records = synthetic.timing_records(("windows",), synthetic.KERNELS)
-    measured = synthetic.as_results("kernels", records)
-    assert "| Pallas / Triton | 1.10 |" in markdown.twin_table(measured, ["windows-448"])
-    blind = [r for r in records if r.implementation != "pallas"]
-    assert markdown.twin_table(synthetic.as_results("kernels", blind), ["windows-448"]) == ""
+    blind = [replace(r, profiler_us=None) for r in records if r.implementation == "triton"]
+    others = [r for r in records if r.implementation != "triton"]
+    assert "pallas / triton" not in ratios([*blind, *others], ["windows-448"])
+
+
+def test_frames_are_held_against_each_library():
+    records = synthetic.timing_records(("frames",), synthetic.KERNELS)
+    text = ratios(records, ["frames-448"])
+    assert "| in-place rope + FA2 varlen / triton | 2.60 |" in text
+    assert "cuDNN SDPA / triton" not in text
+
+
+def test_the_mix_is_held_against_its_parts():
+    names = (*FRAMES_MIX_PARTS, FRAMES_MIX)
+    times = dict(zip(names, (100.0, 50.0, 165.0), strict=True))
+    records = [Record(name, "triton", median_us=time) for name, time in times.items()]
+    text = ratios(records, names[1:])
+    assert "| triton / its parts one by one | – | 1.10 |" in text
+    assert "its parts" not in ratios(records[1:], names[1:])
 
 
 def test_failures_show():

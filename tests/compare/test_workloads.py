@@ -1,9 +1,14 @@
+import itertools
+
 import numpy as np
 import pytest
 
 from compare.errors import InputError
+from compare.kernel_bench import all_implementations
 from compare.workloads import (
     DTYPES,
+    FRAMES_MIX,
+    FRAMES_MIX_PARTS,
     KERNEL_WORKLOADS,
     TOWER_WORKLOADS,
     KernelWorkload,
@@ -16,7 +21,9 @@ SIDES = (448, 672, 896, 1344)
 
 
 def test_names():
-    assert list(KERNEL_WORKLOADS) == [f"{k}-{s}" for k in ("windows", "frames") for s in SIDES]
+    square = [f"{k}-{s}" for k in ("windows", "frames") for s in SIDES]
+    assert list(KERNEL_WORKLOADS)[: len(square)] == square
+    assert all(name == workload.name for name, workload in KERNEL_WORKLOADS.items())
     assert list(TOWER_WORKLOADS) == [*(f"tower-{s}" for s in SIDES), "tower-video-16x448"]
 
 
@@ -26,6 +33,37 @@ def test_segments_of_square_images(side):
     assert windows.tokens == frames.tokens == (side // 14) ** 2
     assert windows.lengths.tolist() == [64] * (side // 112) ** 2
     assert frames.lengths.tolist() == [frames.tokens]
+
+
+def test_other_shapes_are_what_their_names_say():
+    def shape(name):
+        workload = KERNEL_WORKLOADS[name]
+        return workload.tokens, workload.lengths.min(), workload.lengths.max()
+
+    assert shape("windows_other-1260x868") == (62 * 90, 6 * 2, 64)
+    assert shape("windows_other-16x448") == (8 * 1024, 64, 64)
+    assert len(KERNEL_WORKLOADS["windows_other-8-images"].grid_thw) == 8
+    assert KERNEL_WORKLOADS["windows_other-1344-fp16"].dtype == "float16"
+    assert shape("frames_other-8x1024") == (8 * 1024, 1024, 1024)
+    for side, head_dim in itertools.product((448, 1344), (72, 128)):
+        workload = KERNEL_WORKLOADS[f"frames_other-{side}-head{head_dim}"]
+        assert (workload.head_dim, workload.lengths.tolist()) == (head_dim, [(side // 14) ** 2])
+
+
+def test_the_mix_is_the_sum_of_its_parts():
+    image, forty = (KERNEL_WORKLOADS[name] for name in FRAMES_MIX_PARTS)
+    assert image.lengths.tolist() == [9216]
+    assert len(forty.lengths) == 40
+    assert (forty.lengths.min(), forty.lengths.max()) == (64, 1024)
+    mix = KERNEL_WORKLOADS[FRAMES_MIX]
+    assert mix.lengths.tolist() == [*image.lengths, *forty.lengths]
+
+
+def test_peers_that_a_workload_names_exist():
+    known = {implementation.name for implementation in all_implementations()}
+    named = [w.peers for w in KERNEL_WORKLOADS.values() if w.peers is not None]
+    assert named
+    assert known.issuperset(itertools.chain.from_iterable(named))
 
 
 def test_inputs_have_the_stated_shapes():

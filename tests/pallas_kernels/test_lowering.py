@@ -14,9 +14,17 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import pallas_kernels
+from pallas_kernels import launch
+from pallas_kernels.launch_table import Gpu
 from tests.kernel_contract import STREAM, WINDOW
 
 TOKENS, HEADS, SEGMENTS = 1024, 16, 16
+
+
+@pytest.fixture(params=[None, Gpu("NVIDIA H200", "9.0")], ids=["default", "H200"])
+def gpu(request, monkeypatch):
+    """The default's launches, and those of the GPU that is in the table."""
+    monkeypatch.setattr(launch, "gpu", lambda: request.param)
 
 
 def cuda_device():
@@ -53,7 +61,7 @@ def kernels(module):
 @pytest.mark.parametrize("fuse", ["qk", "q", "none"])
 @pytest.mark.parametrize("max_seqlen", [WINDOW, 64, 128, STREAM])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_every_kernel_dtype_and_fusion(dtype, max_seqlen, fuse):
+def test_every_kernel_dtype_and_fusion(gpu, dtype, max_seqlen, fuse):
     module = lower(dtype=dtype, max_seqlen=max_seqlen, fuse=fuse)
     assert kernels(module) == (1 if fuse == "qk" else 2)
 

@@ -26,6 +26,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
+from triton_kernels import launch as launch_module
+from triton_kernels.launch_table import Gpu
 
 TOKENS, HEADS, SEGMENTS = 9216, 16, 144
 POINTERS = {
@@ -34,6 +36,10 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
 }
+
+
+# Whose launches are compiled, by compute capability; others take the default's.
+GPUS = {90: Gpu("NVIDIA H200", "9.0")}
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,10 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
     def record(kernel, *arguments, grid, warmup, **options):
         recorded.append((kernel, arguments, options))
 
-    with mock.patch.object(JITFunction, "run", record):
-        import triton_kernels  # noqa: F401  (registers the operator)
-
+    with (
+        mock.patch.object(JITFunction, "run", record),
+        mock.patch.object(launch_module, "gpu", return_value=GPUS.get(variant.arch)),
+    ):
         torch.ops.fused_rope_attention.qkvpacked(
             qkv, angles, angles, cu_seqlens, variant.max_seqlen, 0.1, variant.fuse, True
         )

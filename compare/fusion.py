@@ -1,0 +1,123 @@
+"""How much of the rotation to fuse: every way, over segment lengths and widths of a head.
+
+The grid is segment length x head_dim at about 9,216 tokens in all, in both frameworks, and partial
+rotations of a few cells. `fuse="auto"` is no fourth way: it stands for the one that its rule takes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from compare import ceilings as ceilings_module
+from compare import implementations
+from compare.ceilings import Ceilings
+from compare.console import print_missing, print_table, progress, say
+from compare.errors import one_line
+from compare.fusion_table import best_table, cells_of, times_table, verdict_line
+from compare.implementations import FUSE, KernelImplementation
+from compare.kernel_timing import QUICK, blank_record, measure
+from compare.results import Record
+from compare.warm_up import draw_inputs, warm_up
+from compare.workloads import DTYPES, SEGMENT_FRAMES, KernelWorkload, segments, variant
+from compare.yardstick import Yardstick
+
+# For each way of fusing, the twins.
+Ways = Mapping[str, Sequence[KernelImplementation]]
+
+HEAD_DIMS = (64, 72, 80, 128)
+# Where a part of a head rotates: half and a quarter of it.
+_PARTIAL_LENGTHS = (64, 1024, 9216)
+_PARTIAL_HEAD_DIM = 80
+
+
+def grid() -> list[KernelWorkload]:
+    """Every cell: all dims rotated, then half and a quarter of them."""
+    whole = [
+        variant(segments(length), head_dim=head_dim)
+        for head_dim in HEAD_DIMS
+        for length in SEGMENT_FRAMES
+    ]
+    partial = [
+        variant(segments(length), head_dim=_PARTIAL_HEAD_DIM, rotary_dim=_PARTIAL_HEAD_DIM // part)
+        for part in (2, 4)
+        for length in _PARTIAL_LENGTHS
+    ]
+    return [*whole, *partial]
+
+
+def our_ways() -> Ways:
+    """Both kernels, by the way of fusing."""
+    return {fuse: [implementations.triton(fuse), implementations.pallas(fuse)] for fuse in FUSE}
+
+
+def measure_fusion(
+    workloads: Sequence[KernelWorkload] | None = None, ways: Ways | None = None
+) -> tuple[list[Record], Ceilings]:
+    """Time every way of fusing on every workload; print the tables.
+
+    Args:
+        workloads: the cells; default grid().
+        ways: the implementations; default our_ways().
+
+    Returns:
+        A record for each way of each cell in each framework, and the ceilings.
+    """
+    ceilings = ceilings_module.measure()
+    workloads = grid() if workloads is None else workloads
+    ways = our_ways() if ways is None else ways
+    each = [(fuse, twin) for fuse, twins in ways.items() for twin in twins]
+    inputs = draw_inputs(workloads)
+    compiled = iter(warm_up([(i, w) for w in workloads for _, i in each], "compiling"))
+    records: list[Record] = []
+    for workload, drawn in zip(progress(workloads, "fusion"), inputs, strict=True):
+        ready = [(fuse, next(compiled)) for fuse, _ in each]
+        try:
+            yardstick = Yardstick.of(workload, drawn)
+            timed = [(fuse, i, measure(i, yardstick, QUICK)) for fuse, i in ready]
+        except Exception as error:  # after a kernel that broke the GPU: keep what is measured
+            note = one_line(error)
+            timed = [(f, i, replace(blank_record(i, workload), note=note)) for f, i in ready]
+        floor_us = ceilings.kernel_floor_us(workload.bytes_moved, workload.matrix_flops)
+        records += [
+            replace(
+                record,
+                fuse=fuse,
+                floor_us=floor_us,
+                share_of_floor=floor_us / record.median_us if record.median_us else None,
+                details={
+                    "segment_length": int(workload.lengths.max()),
+                    "rotary_dim": workload.rotated_dims,
+                    "auto": auto_fuse(implementation, workload),
+                },
+            )
+            for fuse, implementation, record in timed
+        ]
+    _print(records)
+    return records, ceilings
+
+
+def auto_fuse(implementation: KernelImplementation, workload: KernelWorkload) -> str:
+    """What fuse="auto" means for a workload, asked of the implementation's package."""
+    longest = int(workload.lengths.max())
+    if implementation.framework == "torch":
+        import torch
+
+        from triton_kernels import launch
+
+        return launch.auto_fuse(getattr(torch, workload.dtype), longest)
+    from pallas_kernels import launch
+
+    return launch.auto_fuse(DTYPES[workload.dtype], longest)
+
+
+def _print(records: Sequence[Record]) -> None:
+    cells = cells_of([record.to_json() for record in records])
+    print_table("Times of each way, by segment length", *times_table(cells))
+    print_table(
+        'The fastest way, and fuse="auto" over it where it takes another', *best_table(cells)
+    )
+    print_missing(
+        (f"{r.implementation} {r.fuse} on {r.workload}", r.note or "")
+        for r in records
+        if r.median_us is None
+    )
+    say(verdict_line(cells))

@@ -1,0 +1,112 @@
+"""Rotation as a pass of its own: how near does it come to the copy bandwidth?
+
+In PyTorch Q and K of packed qkv are rotated in place. In JAX, whose arrays do not change, the pass
+is the rotation kernel of a call with fuse="none", judged by that call's result.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from compare import implementations
+from compare.ceilings import Ceilings
+from compare.console import number, print_missing, print_table, progress
+from compare.errors import one_line
+from compare.implementations import KernelCall, KernelImplementation
+from compare.kernel_timing import FULL, blank_record, measure
+from compare.results import Record
+from compare.workloads import DTYPES, KERNEL_WORKLOADS, SIDES, KernelWorkload
+from compare.yardstick import Yardstick
+
+ROTATION_WORKLOADS = {
+    name: replace(KERNEL_WORKLOADS[f"windows-{side}"], name=name)
+    for side in SIDES
+    for name in [f"rotate-{side}"]
+}
+
+
+def bytes_moved(workload: KernelWorkload) -> int:
+    """Fewest bytes through memory: Q and K read and written once, angles read once."""
+    values = 4 * workload.tokens * workload.heads * workload.head_dim
+    angles = 2 * workload.tokens * (workload.rotated_dims // 2)
+    return values * DTYPES[workload.dtype].itemsize + angles * 4
+
+
+def in_place() -> KernelImplementation:
+    """The Triton rotation of packed qkv; its result is qkv's Q and K, [tokens, 2, heads, dim]."""
+    return KernelImplementation("triton", "torch", _prepare, ours=True)
+
+
+def bench_rotation(workloads: Sequence[KernelWorkload], ceilings: Ceilings) -> list[Record]:
+    """Time both rotations and print the table.
+
+    Args:
+        workloads: of ROTATION_WORKLOADS.
+        ceilings: of the same run; the share of the floor is that of the copy bandwidth.
+
+    Returns:
+        A record for each framework and workload.
+    """
+    records: list[Record] = []
+    for workload in progress(workloads, "rotation"):
+        moved = bytes_moved(workload)
+        for record in _measure(workload):
+            floor_us = ceilings.kernel_floor_us(moved, 0)
+            record = replace(record, floor_us=floor_us)
+            if record.median_us:
+                record = replace(
+                    record,
+                    share_of_floor=floor_us / record.median_us,
+                    details=record.details | {"bytes_per_s": moved / record.median_us * 1e6},
+                )
+            records.append(record)
+    _print(records)
+    return records
+
+
+def _measure(workload: KernelWorkload) -> list[Record]:
+    twins = in_place(), implementations.pallas("none")
+    try:
+        of_attention = Yardstick.of(workload)
+        return [
+            measure(twins[0], Yardstick.of_rotation(workload, of_attention.inputs)),
+            measure(twins[1], of_attention, FULL, kernel="rotate_kernel"),
+        ]
+    except Exception as error:  # after a kernel that broke the GPU: keep what is measured
+        return [replace(blank_record(twin, workload), note=one_line(error)) for twin in twins]
+
+
+def _prepare(workload: KernelWorkload) -> KernelCall:
+    from compare.peers_torch import in_place_rotation
+
+    rotate = in_place_rotation()
+
+    def call(
+        qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cu_seqlens: torch.Tensor
+    ) -> torch.Tensor:
+        rotate(qkv, cos, sin)
+        return qkv[:, :2]
+
+    return call
+
+
+def _print(records: Sequence[Record]) -> None:
+    timed = [record for record in records if record.median_us is not None]
+    print_table(
+        "Rotation as a pass of its own",
+        ("workload", "implementation", "us", "TB/s", "of copy bandwidth", "kernels", "rel. RMS"),
+        [
+            [
+                record.workload,
+                record.implementation,
+                number(record.median_us),
+                number(record.details["bytes_per_s"] / 1e12),
+                f"{record.share_of_floor:.0%}",
+                number(record.kernels_per_call),
+                number(record.relative_rms_error),
+            ]
+            for record in timed
+        ],
+    )
+    print_missing((r.implementation, r.note or "") for r in records if r.median_us is None)

@@ -1,0 +1,235 @@
+"""Making a kernel package's table of launches anew on the GPU that is here."""
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from compare.console import number, print_missing, print_table, progress
+from compare.errors import one_line
+from compare.implementations import KernelCall, KernelImplementation, require_jax_gpu
+from compare.kernel_timing import QUICK, blank_record, measure
+from compare.results import Record
+from compare.tuning_cases import Case
+from compare.warm_up import draw_inputs, warm_up
+from compare.workloads import KernelWorkload
+from compare.yardstick import Yardstick
+
+# What is in the table stays unless another launch is faster by more than this: tuning twice gives
+# the same table.
+_TIE = 1.02
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A kernel package whose table is made.
+
+    Attributes:
+        name: of its implementation, "triton" or "pallas".
+        package: to import.
+        framework: whose arrays it takes.
+    """
+
+    name: str
+    package: str
+    framework: str
+
+    @property
+    def launch(self) -> ModuleType:
+        """The package's launch.py."""
+        return importlib.import_module(f"{self.package}.launch")
+
+    def gpu(self) -> Any:
+        """The GPU as the package names it, a Gpu.
+
+        Raises:
+            UnavailableError: the framework does not use it.
+        """
+        if self.framework == "torch":
+            return self.launch.gpu(0)
+        require_jax_gpu()
+        return self.launch.gpu()
+
+
+TWINS = {
+    "triton": Twin("triton", "triton_kernels", "torch"),
+    "pallas": Twin("pallas", "pallas_kernels", "jax"),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What tuning a class of shapes came to: launches as the package's own Launch, and times."""
+
+    case: Case
+    old: Any
+    old_us: float | None
+    new: Any
+    new_us: float | None
+    records: list[Record]
+
+
+def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
+    """Try every candidate of every case, beside what the table has; print old against new.
+
+    Args:
+        twin: the package.
+        cases: classes of shapes.
+
+    Returns:
+        The new Table and what was measured.
+
+    Raises:
+        UnavailableError: the framework does not use the GPU.
+    """
+    gpu, module = twin.gpu(), importlib.import_module(f"{twin.package}.launch_table")
+    table = module.Table.read(twin.launch.TABLE_FILE)
+    launches = [_launches(case, table, gpu, module) for case in cases]
+    jobs = [
+        (_candidate(twin, case, _table_of(_row(case, launch, module), table, gpu)), case.workload)
+        for case, tried in zip(cases, launches, strict=True)
+        for launch in tried
+    ]
+    inputs = draw_inputs([case.workload for case in cases])
+    compiled = iter(warm_up(jobs, f"compiling {twin.name}"))
+    choices = []
+    described = progress(list(zip(cases, launches, inputs, strict=True)), f"tuning {twin.name}")
+    for case, tried, drawn in described:
+        ready = [next(compiled) for _ in tried]
+        try:
+            yardstick = _yardstick(twin, case, drawn)
+            records = [measure(i, yardstick, QUICK, kernel=f"{case.kernel}_kernel") for i in ready]
+        except Exception as error:  # after a kernel that broke the GPU: keep what is measured
+            blank = blank_record(ready[0], case.workload)
+            records = [replace(blank, note=one_line(error)) for _ in ready]
+        choices.append(_choose(case, tried, records))
+    _print(twin, choices)
+    return _renewed(table, gpu, choices, module), choices
+
+
+def _launches(case: Case, table: Any, gpu: Any, module: ModuleType) -> list[Any]:
+    """What the table has for the case's workload, and then the candidates."""
+    workload = case.workload
+    longest = int(workload.lengths.max())
+    shape = module.Shape(case.kernel, "half", workload.head_dim, longest)
+    tried = [table.find(gpu, shape), *(module.Launch(**fields) for fields in case.candidates)]
+    return list(dict.fromkeys(tried))
+
+
+def _row(case: Case, launch: Any, module: ModuleType) -> Any:
+    return module.Row(case.kernel, launch, "half", case.max_head_dim, case.max_length)
+
+
+def _table_of(row: Any, table: Any, gpu: Any) -> Any:
+    """A table in which the GPU has one row; for all else it takes the default."""
+    return table.with_rows(gpu, [row])
+
+
+def _renewed(table: Any, gpu: Any, choices: Sequence[Choice], module: ModuleType) -> Any:
+    """The table with the chosen launches in place of all that served the same shapes."""
+    tuned = {choice.case.kernel for choice in choices}
+    widest = max(choice.case.max_head_dim for choice in choices)
+    old = table.devices[gpu.name].rows if gpu.name in table.devices else ()
+    kept = [r for r in old if r.kernel not in tuned or (r.max_head_dim or widest + 1) > widest]
+    rows = [_row(choice.case, choice.new, module) for choice in choices]
+    return table.with_rows(gpu, [*kept, *rows])
+
+
+def _candidate(twin: Twin, case: Case, table: Any) -> KernelImplementation:
+    """An implementation that takes its launches from a table of its own."""
+    return KernelImplementation(
+        twin.name, twin.framework, partial(_prepare, twin, case, table), ours=True
+    )
+
+
+def _prepare(twin: Twin, case: Case, table: Any, workload: KernelWorkload) -> KernelCall:
+    if _in_place(twin, case):
+        from compare.rotation import in_place
+
+        attend = in_place().prepare(workload)
+    else:
+        attend = partial(
+            importlib.import_module(twin.package).fused_rope_attention_qkvpacked,
+            max_seqlen=int(workload.lengths.max()),
+            fuse=case.fuse,
+            implementation="triton",
+        )
+
+    def call(*arguments: Any) -> Any:
+        with twin.launch.launching_by(table):
+            return attend(*arguments)
+
+    if twin.framework == "torch":
+        return call
+    import jax
+
+    return jax.jit(call)
+
+
+def _in_place(twin: Twin, case: Case) -> bool:
+    """Whether the rotation is measured by itself: in JAX it is one kernel of a call, by name."""
+    return case.kernel == "rotate" and twin.framework == "torch"
+
+
+def _yardstick(twin: Twin, case: Case, inputs: Any) -> Yardstick:
+    if _in_place(twin, case):
+        return Yardstick.of_rotation(case.workload, inputs)
+    return Yardstick.of(case.workload, inputs)
+
+
+def _choose(case: Case, tried: Sequence[Any], records: Sequence[Record]) -> Choice:
+    """The fastest launch whose error holds, or the first, which the table has, where that is near.
+
+    Where none has a time the table's entry stays.
+    """
+    times = [r.median_us if r.median_us is not None else math.inf for r in records]
+    best = min(range(len(times)), key=times.__getitem__)
+    new = 0 if times[0] <= _TIE * times[best] else best
+    described = [
+        replace(
+            record,
+            fuse=case.fuse,
+            details={"class": str(case), "chosen": index == new} | launch._asdict(),
+        )
+        for index, (launch, record) in enumerate(zip(tried, records, strict=True))
+    ]
+    times_us = [record.median_us for record in records]
+    return Choice(case, tried[0], times_us[0], tried[new], times_us[new], described)
+
+
+def _print(twin: Twin, choices: Sequence[Choice]) -> None:
+    fields = ", ".join(choices[0].old._fields)
+    print_table(
+        f"Launches of {twin.name}: {fields}",
+        ("class", "in the table", "us", "fastest", "us", "gain"),
+        [
+            [
+                str(choice.case),
+                _told(choice.old),
+                number(choice.old_us),
+                _told(choice.new) if choice.new != choice.old else "the same",
+                number(choice.new_us),
+                _gain(choice),
+            ]
+            for choice in choices
+        ],
+    )
+    print_missing(
+        (f"{choice.case} ({_told([record.details[name] for name in choice.old._fields])})", note)
+        for choice in choices
+        for record in choice.records
+        if (note := record.note)
+    )
+
+
+def _gain(choice: Choice) -> str:
+    if choice.new == choice.old or not (choice.old_us and choice.new_us):
+        return ""
+    return f"{choice.old_us / choice.new_us:.2f} x"
+
+
+def _told(launch: Sequence[int]) -> str:
+    return ", ".join(map(str, launch))

@@ -1,0 +1,86 @@
+"""What is tuned: classes of shapes, the workload that stands for each, and the launches to try."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from compare.workloads import KernelWorkload, segments, variant
+
+# A launch as plain values, by the names of the packages' own Launch.
+Fields = dict[str, int]
+
+# head_dim that is measured, and the largest that its launch serves. Wider heads, fp32 and unaligned
+# tensors keep the default's launches.
+_HEAD_DIMS = ((64, 64), (80, 96), (128, 128))
+_WINDOWS = (16, 32, 64, 128)
+# Length that is measured, and the longest segment that its launch serves.
+_STREAMS = ((256, 256), (1024, 1024), (4096, None))
+
+_WINDOW_WARPS = {16: (1, 2, 4), 32: (1, 2, 4), 64: (2, 4, 8), 128: (4, 8)}
+# Rows of a query tile, rows of a key tile, warps, stages.
+_STREAM_TILES = (
+    (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3),
+    (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
+)  # fmt: skip
+_ROTATE_TILES = tuple(itertools.product((8, 16, 32), (2, 4, 8)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A class of shapes.
+
+    Attributes:
+        kernel: as in the table of launches.
+        max_head_dim: largest head_dim of the class.
+        max_length: longest segment of the class, None where any is.
+        workload: what is measured for it.
+        fuse: so that the kernel does what it does by default.
+        candidates: launches to try beside the one in the table.
+    """
+
+    kernel: str
+    max_head_dim: int
+    max_length: int | None
+    workload: KernelWorkload
+    fuse: str
+    candidates: tuple[Fields, ...]
+
+    def __str__(self) -> str:
+        length = f", length <= {self.max_length}" if self.max_length else ""
+        return f"{self.kernel}, head_dim <= {self.max_head_dim}{length}"
+
+
+def tuning_cases(kernels: tuple[str, ...]) -> list[Case]:
+    """Every class of the named kernels ("window", "stream", "rotate")."""
+    makers = {"window": _window_cases, "stream": _stream_cases, "rotate": _rotate_cases}
+    return [case for kernel in kernels for case in makers[kernel]()]
+
+
+def _window_cases() -> Iterator[Case]:
+    for (head_dim, largest), length in itertools.product(_HEAD_DIMS, _WINDOWS):
+        tries = [_fields(length, length, warps, 1) for warps in _WINDOW_WARPS[length]]
+        workload = variant(segments(length), head_dim=head_dim)
+        yield Case("window", largest, length, workload, "qk", tuple(tries))
+
+
+def _stream_cases() -> Iterator[Case]:
+    for (head_dim, largest), (length, longest) in itertools.product(_HEAD_DIMS, _STREAMS):
+        tries = [_fields(*tile) for tile in _STREAM_TILES]
+        workload = variant(segments(length), head_dim=head_dim)
+        yield Case("stream", largest, longest, workload, "none", tuple(tries))
+
+
+def _rotate_cases() -> Iterator[Case]:
+    for head_dim, largest in _HEAD_DIMS:
+        tries = [_fields(block, group, 4, 2) for block, group in _ROTATE_TILES]
+        workload = variant(segments(64), head_dim=head_dim)
+        yield Case("rotate", largest, None, workload, "none", tuple(tries))
+
+
+def _fields(block: int, block_k: int, num_warps: int, num_stages: int) -> Fields:
+    return {
+        "block": block,
+        "block_k": block_k,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }

@@ -1,0 +1,235 @@
+"""The table of launches: what `launches.json` holds and how a call's launch is found in it.
+
+The file has an object for each GPU by name, and "default" for every other. Its `launches` are rows,
+the more particular ones first: the first whose conditions all hold is taken, and where none does,
+the first of "default". A condition that a row leaves out always holds. `compute_capability` lets a
+GPU that is not in the table use the rows of one of its generation.
+
+This file is the same in both kernel packages, which do not import each other.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+KERNELS = ("window", "stream", "rotate")
+OPERANDS = ("half", "single", "unaligned")
+DEFAULT = "default"
+_CONDITIONS = ("operands", "max_head_dim", "max_length")
+
+
+class Launch(NamedTuple):
+    """How one kernel is launched. Rows of a query tile, rows of a key tile, warps, stages."""
+
+    block: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+class Gpu(NamedTuple):
+    """What a GPU calls itself, and its compute capability as in "9.0"."""
+
+    name: str
+    compute_capability: str
+
+
+class Shape(NamedTuple):
+    """What a launch depends on.
+
+    Attributes:
+        kernel: one of KERNELS.
+        operands: one of OPERANDS: bf16 or fp16, fp32, or rows that miss an alignment to 16 bytes.
+        head_dim: dims of a head.
+        length: tokens of the longest segment; callers round it up to a power of two, as conditions
+            are, or every new image size would be remembered by itself.
+    """
+
+    kernel: str
+    operands: str
+    head_dim: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A launch, and the shapes it is for. A condition that is None always holds."""
+
+    kernel: str
+    launch: Launch
+    operands: str | None = None
+    max_head_dim: int | None = None
+    max_length: int | None = None
+
+    def holds(self, shape: Shape) -> bool:
+        """Whether the row is for this shape."""
+        return (
+            self.kernel == shape.kernel
+            and self.operands in (None, shape.operands)
+            and (self.max_head_dim is None or shape.head_dim <= self.max_head_dim)
+            and (self.max_length is None or shape.length <= self.max_length)
+        )
+
+    @property
+    def conditions(self) -> tuple[str, str | None, int | None, int | None]:
+        """The shapes that the row is for: two rows of one device never share them."""
+        return (self.kernel, self.operands, self.max_head_dim, self.max_length)
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as it stands in the file."""
+        conditions = {name: getattr(self, name) for name in _CONDITIONS}
+        told = {name: value for name, value in conditions.items() if value is not None}
+        return {"kernel": self.kernel} | told | self.launch._asdict()
+
+    @classmethod
+    def from_json(cls, values: Any) -> "Row":
+        """The inverse of to_json.
+
+        Raises:
+            ValueError: what is wrong with the row.
+        """
+        if not isinstance(values, dict):
+            raise ValueError(f"expected an object, got {values!r}")
+        required = {"kernel", *Launch._fields} - Launch._field_defaults.keys()
+        known = {"kernel", *_CONDITIONS, *Launch._fields}
+        if missing := required - values.keys():
+            raise ValueError(f"{', '.join(sorted(missing))} missing in {values}")
+        if unknown := values.keys() - known:
+            raise ValueError(f"expected only {', '.join(sorted(known))}, got {', '.join(unknown)}")
+        for name, choices in (("kernel", KERNELS), ("operands", OPERANDS)):
+            if name in values and values[name] not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {values[name]!r}")
+        for name, value in values.items():
+            if name not in ("kernel", "operands") and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            if name in ("block", "block_k", "num_warps", "max_length") and value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, got {value}")
+        # A window has to fit into its tile.
+        if (
+            values["kernel"] == "window"
+            and not values.get("max_length", 1 << 30) <= values["block"]
+        ):
+            raise ValueError(f"a window's max_length must be given and at most block, in {values}")
+        launch = Launch(**{name: values[name] for name in Launch._fields if name in values})
+        return cls(values["kernel"], launch, *(values.get(name) for name in _CONDITIONS))
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU's rows; compute_capability is None for "default"."""
+
+    compute_capability: str | None
+    rows: tuple[Row, ...]
+
+
+class Table:
+    """Launches by device. Lookups are remembered, so that a call pays for one dictionary access."""
+
+    def __init__(self, devices: Mapping[str, Device]) -> None:
+        """Devices by name.
+
+        Raises:
+            ValueError: there is no "default".
+        """
+        if DEFAULT not in devices:
+            raise ValueError(f"a table of launches needs a device {DEFAULT!r}")
+        self.devices = dict(devices)
+        self._found: dict[tuple[Gpu | None, Shape], Launch] = {}
+
+    def find(self, gpu: Gpu | None, shape: Shape) -> Launch:
+        """The launch for a shape on a GPU; None is a GPU that nothing is known of.
+
+        Raises:
+            ValueError: no row is for the shape.
+        """
+        launch = self._found.get((gpu, shape))
+        if launch is None:
+            launch = next((row.launch for row in self._rows(gpu) if row.holds(shape)), None)
+            if launch is None:
+                raise ValueError(f"the table of launches has none for {shape}")
+            self._found[gpu, shape] = launch
+        return launch
+
+    def with_rows(self, gpu: Gpu, rows: Sequence[Row]) -> "Table":
+        """A table in which a GPU has these rows instead of those it had, in the order of lookup."""
+        # The narrower condition first: one that is left out is the widest.
+        order = sorted(
+            rows,
+            key=lambda row: (
+                KERNELS.index(row.kernel),
+                row.operands or "~",
+                row.max_head_dim or 1 << 30,
+                row.max_length or 1 << 30,
+            ),
+        )
+        devices = self.devices | {gpu.name: Device(gpu.compute_capability, tuple(order))}
+        devices[DEFAULT] = devices.pop(DEFAULT)  # last, as it is looked up
+        return Table(devices)
+
+    def _rows(self, gpu: Gpu | None) -> Iterator[Row]:
+        if gpu is not None:
+            related = (
+                device
+                for device in self.devices.values()
+                if device.compute_capability == gpu.compute_capability
+            )
+            device = self.devices.get(gpu.name) or next(related, None)
+            if device is not None:
+                yield from device.rows
+        yield from self.devices[DEFAULT].rows
+
+    def to_text(self) -> str:
+        """The file's content: JSON, a line for each row."""
+        blocks = []
+        for name, device in self.devices.items():
+            rows = ",\n".join(f"   {json.dumps(row.to_json())}" for row in device.rows)
+            capability = json.dumps(device.compute_capability)
+            blocks.append(
+                f' {json.dumps(name)}: {{\n  "compute_capability": {capability},\n'
+                f'  "launches": [\n{rows}\n  ]\n }}'
+            )
+        return "{\n" + ",\n".join(blocks) + "\n}\n"
+
+    @classmethod
+    def from_text(cls, text: str) -> "Table":
+        """The inverse of to_text.
+
+        Raises:
+            ValueError: not such a file; says at which device and row.
+        """
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise ValueError(f"expected an object of devices, got {type(content).__name__}")
+        devices = {}
+        for name, device in content.items():
+            expected = {"compute_capability", "launches"}
+            if not isinstance(device, dict) or device.keys() != expected:
+                raise ValueError(f"{name}: expected an object of {' and '.join(sorted(expected))}")
+            rows = []
+            for index, values in enumerate(device["launches"]):
+                try:
+                    rows.append(Row.from_json(values))
+                except ValueError as error:
+                    raise ValueError(f"{name}, row {index}: {error}") from None
+            devices[name] = Device(device["compute_capability"], tuple(rows))
+        return cls(devices)
+
+    @classmethod
+    def read(cls, path: Path) -> "Table":
+        """Read a file.
+
+        Raises:
+            ValueError: not such a file; says at which device and row.
+            OSError: it cannot be read.
+        """
+        try:
+            return cls.from_text(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is no table of launches: {error}") from None
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
