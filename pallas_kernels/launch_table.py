@@ -21,12 +21,17 @@ _CONDITIONS = ("operands", "max_head_dim", "max_length")
 
 
 class Launch(NamedTuple):
-    """How one kernel is launched. Rows of a query tile, rows of a key tile, warps, stages."""
+    """How one kernel is launched. Rows of a query tile, rows of a key tile, warps, stages.
+
+    maxnreg bounds a thread's registers, and so says how many programs share a multiprocessor; None
+    leaves it to the compiler, as Pallas always does.
+    """
 
     block: int
     block_k: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
 
 class Gpu(NamedTuple):
@@ -80,8 +85,8 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         """The row as it stands in the file."""
         conditions = {name: getattr(self, name) for name in _CONDITIONS}
-        told = {name: value for name, value in conditions.items() if value is not None}
-        return {"kernel": self.kernel} | told | self.launch._asdict()
+        values = {"kernel": self.kernel} | conditions | self.launch._asdict()
+        return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def from_json(cls, values: Any) -> "Row":

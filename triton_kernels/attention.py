@@ -162,7 +162,8 @@ def _launch(
         *strides,
         heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned,
         fuse != "none", fuse == "qk", *blocks,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
@@ -220,5 +221,6 @@ def launch_rotate(
         *strides,
         head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, paired,
         launch.block, launch.block_k,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
+        enable_fp_fusion=True,
     )  # fmt: skip

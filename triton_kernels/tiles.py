@@ -54,7 +54,8 @@ def padding_bounds(cu_seqlens_ptr, segments, tokens):
 @triton.jit
 def offsets(rows, stride, columns):
     """Offsets [rows, columns] from a tile's first row: unsigned, so that a thread need only hold
-    32 bits of an address whose rest is the same for all."""
+    32 bits of an address whose rest is the same for all.
+    """
     return (rows[:, None] * stride + columns[None, :]).to(tl.uint32)
 
 

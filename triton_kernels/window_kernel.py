@@ -78,8 +78,8 @@ def window_kernel(
         k_tail = load_rotary(
             k_ptr, k_stride, rows, mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
         )
-    # The barrier keeps all these loads in flight at once. Left alone the compiler moves each down to
-    # where it is needed, to save registers, and a program waits for the memory five times.
+    # The barrier keeps all these loads in flight at once. Left alone the compiler moves each down
+    # to where it is needed, to save registers, and a program waits for the memory five times.
     tl.debug_barrier()
     v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK, MAIN]
     if TAIL > 0:
