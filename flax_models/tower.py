@@ -19,8 +19,10 @@ from jax.typing import ArrayLike, DTypeLike
 from flax_models.blocks import Block, PatchEmbed, PatchMerger, Segments
 from flax_models.buckets import choose_bucket
 from flax_models.checkpoint import read_checkpoint
+from flax_models.compiled import compiled
 from flax_models.config import VisionConfig
 from flax_models.layout import Layout, check_patches, inverse_frequencies, plan_layout
+from flax_models.rows import first_rows
 from flax_models.weights import tower_weights
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -74,10 +76,14 @@ class VisionTower(nnx.Module):
         """Encode images and clips, all in one call of one compiled function.
 
         The first call of each bucket compiles; `encode` is the same under a `jax.jit` of your own.
+        Each call reads the parameters' values anew, so that `nnx.update` takes effect, but which
+        modules and parameters there are is found out at the first.
 
         Args:
             pixel_values: [tokens, patch_dim] floating, the patches of all images as `preprocess`
-                returns them.
+                returns them. A NumPy array is padded on the host; a `jax.Array` that does not
+                fill its bucket is padded by a small function that is compiled for each number of
+                tokens.
             grid_thw: [images, 3] integers: frames, rows and columns of each image in patches.
 
         Returns:
@@ -90,7 +96,9 @@ class VisionTower(nnx.Module):
             TypeError: `pixel_values` are not floating-point.
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
-        return _encode(self, patches, _on_device(layout))[: layout.num_merged]
+        run = compiled(encode, self, settings=(self.config, self.implementation))
+        outputs = run(patches, _on_device(layout))
+        return jax.tree.map(lambda output: first_rows(output, layout.num_merged), outputs)
 
     def prepare(
         self, pixel_values: ArrayLike, grid_thw: ArrayLike
@@ -193,8 +201,6 @@ def encode(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> jax.A
     return tower.merger(hidden)[layout.output_order]
 
 
-_encode = jax.jit(encode)
-
 # Traced for windows and for frames instead of once for each layer.
 _run_block = jax.jit(Block.__call__)
 
@@ -247,8 +253,14 @@ def _pad_patches(
     padding = len(layout.window_order) - layout.num_tokens
     if padding == 0:
         return pixel_values
-    pad = jnp.pad if isinstance(pixel_values, jax.Array) else np.pad
-    return pad(pixel_values, ((0, padding), (0, 0)))
+    if isinstance(pixel_values, jax.Array):
+        return _pad_rows(pixel_values, padding)
+    return np.pad(pixel_values, ((0, padding), (0, 0)))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pad_rows(array: jax.Array, rows: int) -> jax.Array:
+    return jnp.pad(array, ((0, rows), (0, 0)))
 
 
 @functools.lru_cache(maxsize=32)
