@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from compare.torch_blocks import Block, PatchEmbed, PatchMerger, Segments
+from compare.torch_device import as_tensor, find_device, free_memory
 from compare.torch_graphs import GraphCache, first_rows, layout_on_device, unflatten
 from flax_models import Layout, VisionConfig, choose_bucket, plan_layout, read_checkpoint
 from flax_models.layout import check_patches, inverse_frequencies
+from flax_models.memory import check_memory
 from flax_models.weights import tower_weights
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -91,6 +93,7 @@ class VisionTower(nn.Module):
             ValueError: a bad grid, more tokens than the largest bucket, or `pixel_values` that do
                 not match the grid.
             TypeError: `pixel_values` are not floating-point.
+            MemoryError: a pass over so many tokens does not fit in what memory is free.
         """
         layout = self._plan(grid_thw)
         patches = _check_patches(self.config, pixel_values, layout)
@@ -116,6 +119,9 @@ class VisionTower(nn.Module):
         if isinstance(grid_thw, torch.Tensor):
             grid_thw = grid_thw.cpu()
         bucket = choose_bucket(self.config, grid_thw, self.token_buckets)
+        check_memory(
+            self.config, bucket.tokens, self.dtype.itemsize, lambda: free_memory(self.device)
+        )
         return plan_layout(self.config, grid_thw, bucket)
 
     def _place(self, patches: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
@@ -187,7 +193,7 @@ def load_vision_tower(
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
-    target = _find_device(device)
+    target = find_device(device)
     on_gpu = target.type == "cuda"
     if cuda_graphs and not on_gpu:
         raise ValueError(f"cuda_graphs=True needs a tower on a CUDA GPU, got device '{target}'")
@@ -196,7 +202,7 @@ def load_vision_tower(
         tower = VisionTower(config, implementation=implementation, token_buckets=token_buckets)
     show = sys.stderr.isatty() if progress is None else progress
     weights = tower_weights(config, read_checkpoint(config, directory, progress=show))
-    parameters = {name: _as_tensor(weight).to(target, dtype) for name, weight in weights.items()}
+    parameters = {name: as_tensor(weight).to(target, dtype) for name, weight in weights.items()}
     tower.load_state_dict(parameters, assign=True)
     if on_gpu if compile is None else compile:
         for block in tower.blocks:
@@ -289,27 +295,8 @@ def _frequencies(config: VisionConfig, device: torch.device) -> torch.Tensor:
 
 def _check_patches(config: VisionConfig, pixel_values: Any, layout: Layout) -> torch.Tensor:
     if not isinstance(pixel_values, torch.Tensor):
-        pixel_values = _as_tensor(np.asarray(pixel_values))
+        pixel_values = as_tensor(np.asarray(pixel_values))
     check_patches(config, layout, pixel_values.shape)
     if not pixel_values.is_floating_point():
         raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
     return pixel_values
-
-
-def _as_tensor(array: np.ndarray) -> torch.Tensor:
-    """A NumPy array as a tensor, bfloat16 included, which PyTorch does not take by itself."""
-    array = np.require(array, requirements=("C", "W"))
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def _find_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(device)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device '{device}' was asked for, but PyTorch finds {torch.cuda.device_count()} GPUs"
-        )
-    return device

@@ -22,6 +22,7 @@ from flax_models.checkpoint import read_checkpoint
 from flax_models.compiled import compiled
 from flax_models.config import VisionConfig
 from flax_models.layout import Layout, check_patches, inverse_frequencies, plan_layout
+from flax_models.memory import check_memory
 from flax_models.rows import first_rows
 from flax_models.weights import tower_weights
 
@@ -94,6 +95,7 @@ class VisionTower(nnx.Module):
             ValueError: a bad grid, more tokens than the largest bucket, or `pixel_values` that
                 do not match the grid.
             TypeError: `pixel_values` are not floating-point.
+            MemoryError: a pass over so many tokens does not fit in what memory is free.
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
         run = compiled(encode, self, settings=(self.config, self.implementation))
@@ -112,6 +114,7 @@ class VisionTower(nnx.Module):
             `layout.num_merged` rows of what `encode` makes of them are the embeddings.
         """
         bucket = choose_bucket(self.config, grid_thw, self.token_buckets)
+        check_memory(self.config, bucket.tokens, self.dtype.itemsize, lambda: _free_memory(self))
         layout = plan_layout(self.config, grid_thw, bucket)
         return _pad_patches(self.config, pixel_values, layout), layout
 
@@ -268,6 +271,16 @@ def _on_device(layout: Layout) -> Layout:
     """A layout with its arrays on the default device; `plan_layout` returns one object per grid."""
     with jax.ensure_compile_time_eval():  # under a caller's trace too: a tracer must not stay here
         return jax.device_put(layout)
+
+
+def _free_memory(tower: VisionTower) -> int | None:
+    """Bytes that are free on the tower's device, where JAX knows them."""
+    weight = tower.patch_embed.proj.weight.get_raw_value()
+    if isinstance(weight, jax.core.Tracer):
+        return None
+    statistics = next(iter(weight.devices())).memory_stats() or {}
+    limit = statistics.get("bytes_limit")
+    return None if limit is None else limit - statistics["bytes_in_use"]
 
 
 def _find_device(device: jax.Device | str | None) -> jax.Device | None:

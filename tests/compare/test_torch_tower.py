@@ -35,6 +35,7 @@ from tests.tower_contract import (  # noqa: E402
 
 class TorchTower:
     array = staticmethod(torch.tensor)
+    free_memory = "compare.torch_tower.free_memory"
 
     @staticmethod
     def load(directory, dtype, **options):

@@ -23,6 +23,7 @@ from tests.tower_contract import (  # noqa: E402
 
 class FlaxTower:
     array = staticmethod(jnp.asarray)
+    free_memory = "flax_models.tower._free_memory"
 
     @staticmethod
     def load(directory, dtype, **options):
