@@ -122,6 +122,26 @@ def _ratios(results: Results, workload: str) -> dict[str, str]:
     return found
 
 
+def rate_table(results: Results, workloads: Sequence[str]) -> str:
+    """Tokens a second of each tower, and frames of clips; empty where none is on record."""
+    rows = []
+    for name in ranking(results, workloads):
+        records = [timed(results, workload).get(name, {}) for workload in workloads]
+        rows.append([name, *map(_rates, records)])
+    if all(set(row[1:]) == {"–"} for row in rows):
+        return ""
+    headings = [workload.partition("-")[2] for workload in workloads]
+    return table(["thousand tokens a second", *headings], rows)
+
+
+def _rates(record: RecordDict) -> str:
+    if "tokens_per_s" not in record:
+        return "–"
+    tokens = number(record["tokens_per_s"] / 1e3)
+    frames = record.get("frames_per_s")
+    return tokens if frames is None else f"{tokens} ({frames:.0f} frames)"
+
+
 def resource_table(results: Results, workloads: Sequence[str]) -> str:
     """First call and peak memory of each tower."""
     rows = []
@@ -134,6 +154,21 @@ def resource_table(results: Results, workloads: Sequence[str]) -> str:
         rows.append([name, *cells])
     headings = [workload.partition("-")[2] for workload in workloads]
     return table(["first call, peak memory", *headings], rows)
+
+
+def group_table(results: Results, workloads: Sequence[str]) -> str:
+    """Where the time of our towers goes, by groups of kernels; empty where no profiler saw it."""
+    rows, groups = [], {}
+    for workload in workloads:
+        for name, record in timed(results, workload).items():
+            if "groups_us" not in record:
+                continue
+            groups = record["groups_us"]
+            rest = record["median_us"] - record["profiler_us"]
+            times = (*groups.values(), rest, record["floor_us"])
+            label = f"{name}, {workload.partition('-')[2]}"
+            rows.append([label, *(number(time / 1e3, 2) for time in times)])
+    return table(["ms", *groups, "between kernels", "floor"], rows) if rows else ""
 
 
 def layer_table(results: Results) -> str:

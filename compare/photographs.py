@@ -1,12 +1,13 @@
 """Real input: the photographs that scikit-learn ships, as images of any size and as clips."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 
 from compare.errors import UnavailableError
-from compare.workloads import PATCH, TowerWorkload
+from compare.workloads import PATCH, TowerWorkload, Visual
 from flax_models import preprocess
 
 # Between what the smallest and the largest workload need, so that no side is changed.
@@ -48,19 +49,25 @@ def agreement_input(width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
 
 
 def workload_input(workload: TowerWorkload) -> tuple[np.ndarray, np.ndarray]:
-    """The photograph cut square at the workload's size, or a clip that pans across it.
+    """The photographs in turn, cut and scaled to the workload's images; clips pan across them.
 
     Returns:
-        pixel_values fp32 [tokens, 1176] and grid_thw int64 [1, 3].
+        pixel_values fp32 [tokens, 1176] and grid_thw int64 [visuals, 3].
     """
-    image = photographs()[0]
-    shifts = np.linspace(0, image.width - image.height, workload.frames).astype(int)
-    size = (workload.side, workload.side)
-    frames = [
-        image.crop((x, 0, x + image.height, image.height)).resize(size) for x in shifts.tolist()
-    ]
-    inputs: Sequence = frames if workload.frames == 1 else [frames]
+    cut = zip(itertools.cycle(photographs()), workload.visuals, strict=False)
+    inputs: Sequence = [_cut(image, visual) for image, visual in cut]
     pixel_values, grid_thw = preprocess(inputs, **_PIXELS, patch_size=PATCH)
     if tuple(map(tuple, grid_thw.tolist())) != workload.grid_thw:
         raise ValueError(f"{workload.name} came out as grid {grid_thw.tolist()}")
     return pixel_values, grid_thw
+
+
+def _cut(image: Image.Image, visual: Visual) -> Image.Image | list[Image.Image]:
+    """The largest part of an image that has the visual's shape; of a clip, one for each frame."""
+    scale = min(image.height / visual.height, image.width / visual.width)
+    width, height = int(scale * visual.width), int(scale * visual.height)
+    across = np.linspace(0, image.width - width, visual.frames).astype(int).tolist()
+    frames = [
+        image.crop((x, 0, x + width, height)).resize((visual.width, visual.height)) for x in across
+    ]
+    return frames[0] if visual.frames == 1 else frames

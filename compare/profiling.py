@@ -4,6 +4,7 @@ It is the only clock that both frameworks share, so the ratio of Pallas to Trito
 `jax.profiler.ProfileData` reads the trace without further packages.
 """
 
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,24 @@ from compare.timing import Timing
 
 _DEVICE = "/device:GPU:"
 _STREAM = "Stream"  # a line for each CUDA stream; other lines repeat its kernels under other names
+
+
+# What a kernel of a tower does, by its name; the first pattern that is found counts.
+_GROUPS = {
+    "copies": r"memcpy|memset|copy|transpose|concatenat|CatArray",
+    "windowed attention": r"window_kernel",
+    "frame attention": r"stream_kernel|rotate_kernel|flash|fmha|sdpa|attention",
+    "products": r"gemm|gemv|nvjet|cutlass|cublas|splitK|_dot",
+    "norms and elementwise": r"fusion|triton_|elementwise|norm|reduce|gather|index|loop_|input_",
+}
+
+
+def group_of(kernel: str) -> str:
+    """What a tower's kernel does: a key of the table of groups, or "other"."""
+    matching = (
+        group for group, names in _GROUPS.items() if re.search(names, kernel, re.IGNORECASE)
+    )
+    return next(matching, "other")
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,13 @@ class Profile:
         for event in self.events:
             total[event.name] = total.get(event.name, 0.0) + event.duration / 1e3 / self.calls
         return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+    def by_group(self) -> dict[str, float]:
+        """Microseconds a call of each group of kernels that `group_of` tells apart."""
+        total = dict.fromkeys((*_GROUPS, "other"), 0.0)
+        for name, microseconds in self.by_kernel().items():
+            total[group_of(name)] += microseconds
+        return total
 
 
 def profile(run: Callable[[], None], calls: int) -> Profile | None:

@@ -137,6 +137,8 @@ def _timings(measured: Results, full: bool) -> Iterator[tuple[str, str | None, s
         if measured.part == "kernels":
             texts.append(markdown.ratio_table(measured, workloads))
         else:
+            texts.append(markdown.rate_table(measured, workloads))
+            texts.append(markdown.group_table(measured, workloads))
             texts.append(markdown.resource_table(measured, workloads))
         texts.append(_METHODS[measured.part])
         yield _title(family), f"{family}.svg", "\n\n".join(filter(None, texts))

@@ -1,25 +1,36 @@
 """The Qwen2.5-VL vision tower in PyTorch, the twin of `flax_models.tower`; inference only.
 
-Built from the same arrays, with the same call. Shapes may vary freely here, so nothing is padded.
+Built from the same arrays, with the same call. On a GPU `torch.compile` fuses what lies between the
+matrix products and the attention, and each bucket's pass is recorded once as a CUDA graph.
 """
 
-import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from compare.torch_blocks import Block, PatchEmbed, PatchMerger, Segments
-from flax_models import Layout, VisionConfig, plan_layout, read_checkpoint
+from compare.torch_device import as_tensor, find_device, free_memory
+from compare.torch_graphs import GraphCache, first_rows, layout_on_device, unflatten
+from flax_models import Layout, VisionConfig, choose_bucket, plan_layout, read_checkpoint
 from flax_models.layout import check_patches, inverse_frequencies
+from flax_models.memory import check_memory
 from flax_models.weights import tower_weights
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Longer passes gain nothing from a recording, which would keep their memory.
+_RECORDED_TOKENS = 1 << 15
+
+# The bound on a frame's tokens only chooses a kernel, and compiled blocks are bound to its value:
+# one value for all buckets, or few.
+_FRAME_BOUND = 1 << 15
 
 
 class VisionTower(nn.Module):
@@ -28,15 +39,27 @@ class VisionTower(nn.Module):
     Attributes:
         config: the tower's configuration.
         implementation: of the attention, as in `triton_kernels`.
+        token_buckets: padded token counts that calls choose from; None: the ladder of
+            `choose_bucket`.
+        graphs: the recorded passes; None: kernels are launched one by one.
     """
 
-    def __init__(self, config: VisionConfig, *, implementation: str = "auto") -> None:
+    def __init__(
+        self,
+        config: VisionConfig,
+        *,
+        implementation: str = "auto",
+        token_buckets: Sequence[int] | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.implementation = implementation
+        self.token_buckets = None if token_buckets is None else tuple(token_buckets)
+        self.graphs: GraphCache | None = None
         self.patch_embed = PatchEmbed(config)
         self.blocks = nn.ModuleList([Block(config) for _ in range(config.depth)])
         self.merger = PatchMerger(config)
+        self.register_load_state_dict_post_hook(lambda tower, _: tower._forget_graphs())
 
     @property
     def device(self) -> torch.device:
@@ -51,6 +74,10 @@ class VisionTower(nn.Module):
     def forward(self, pixel_values: Any, grid_thw: Any) -> torch.Tensor:
         """Encode images and clips, all in one call.
 
+        The first call of each bucket records a CUDA graph, where there are graphs. What is written
+        to the parameters takes effect, and so do `to` and `load_state_dict`; after a parameter is
+        replaced by other means, `graphs.clear()` has to follow.
+
         Args:
             pixel_values: [tokens, patch_dim] floating, the patches of all images as `preprocess`
                 returns them: a tensor on any device, or an array.
@@ -63,24 +90,60 @@ class VisionTower(nn.Module):
             merge units.
 
         Raises:
-            ValueError: a bad grid, or `pixel_values` that do not match it.
+            ValueError: a bad grid, more tokens than the largest bucket, or `pixel_values` that do
+                not match the grid.
             TypeError: `pixel_values` are not floating-point.
+            MemoryError: a pass over so many tokens does not fit in what memory is free.
         """
-        return encode(self, *self.prepare(pixel_values, grid_thw))
+        layout = self._plan(grid_thw)
+        patches = _check_patches(self.config, pixel_values, layout)
+        if self._is_recorded(layout):
+            weight = self.patch_embed.proj.weight
+            return self.graphs(functools.partial(encode, self), patches, layout, weight)
+        return first_rows(encode(self, *self._place(patches, layout)), layout.num_merged)
 
     def prepare(self, pixel_values: Any, grid_thw: Any) -> tuple[torch.Tensor, Layout]:
-        """Check a call's input and bring it to `device`, as the input of `encode`.
+        """Pad a call's input to its bucket and bring it to `device`, as the input of `encode`.
 
         Args and errors are those of a call.
 
         Returns:
-            The patches [tokens, patch_dim], and their layout with tensors on `device` for arrays.
+            The patches padded with zeros, [bucket.tokens, patch_dim], and the layout with tensors
+            for arrays. The first `layout.num_merged` rows of what `encode` makes of them are the
+            embeddings.
         """
+        layout = self._plan(grid_thw)
+        return self._place(_check_patches(self.config, pixel_values, layout), layout)
+
+    def _plan(self, grid_thw: Any) -> Layout:
         if isinstance(grid_thw, torch.Tensor):
             grid_thw = grid_thw.cpu()
-        layout = plan_layout(self.config, grid_thw)
-        patches = _check_patches(self.config, pixel_values, layout)
-        return patches.to(self.device), layout_tensors(layout, self.device)
+        bucket = choose_bucket(self.config, grid_thw, self.token_buckets)
+        check_memory(
+            self.config, bucket.tokens, self.dtype.itemsize, lambda: free_memory(self.device)
+        )
+        return plan_layout(self.config, grid_thw, bucket)
+
+    def _place(self, patches: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+        padding = len(layout.window_order) - len(patches)
+        padded = F.pad(patches.detach().to(self.device), (0, 0, 0, padding))
+        return padded, layout_tensors(layout, self.device)
+
+    def _is_recorded(self, layout: Layout) -> bool:
+        return (
+            self.graphs is not None
+            and len(layout.window_order) <= _RECORDED_TOKENS
+            and not torch.cuda.is_current_stream_capturing()
+        )
+
+    def _forget_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    def _apply(self, *arguments: Any, **keywords: Any) -> Self:
+        """What `to`, `half` and their like come down to: parameters move."""
+        self._forget_graphs()
+        return super()._apply(*arguments, **keywords)
 
     @torch.no_grad()
     def hidden_states(self, pixel_values: Any, grid_thw: Any) -> Iterator[torch.Tensor]:
@@ -89,10 +152,12 @@ class VisionTower(nn.Module):
         Args and errors are those of a call.
 
         Yields:
-            The hidden state after each block, [tokens, hidden_size] in `dtype`, in window order:
-            the order in which Hugging Face's blocks return theirs too.
+            The hidden state after each block, [tokens, hidden_size] in `dtype`, without padding,
+            in window order: the order in which Hugging Face's blocks return theirs too.
         """
-        yield from _block_outputs(self, *self.prepare(pixel_values, grid_thw))
+        patches, layout = self.prepare(pixel_values, grid_thw)
+        for hidden in _block_outputs(self, patches, layout):
+            yield hidden[: layout.num_tokens]
 
 
 def load_vision_tower(
@@ -101,7 +166,9 @@ def load_vision_tower(
     device: torch.device | str | None = None,
     *,
     implementation: str = "auto",
-    compile: bool = False,
+    token_buckets: Sequence[int] | None = None,
+    compile: bool | None = None,
+    cuda_graphs: bool | None = None,
     progress: bool | None = None,
 ) -> VisionTower:
     """Load a tower from a checkpoint in Hugging Face's format.
@@ -112,39 +179,46 @@ def load_vision_tower(
         dtype: bfloat16, float16 or float32; the checkpoint's own dtype does not matter.
         device: where the tower lives. None: the GPU if there is one, else the CPU.
         implementation: of the attention, as in `triton_kernels`.
+        token_buckets: padded token counts that calls choose from. None: a ladder that pads little
+            and records seldom, see `choose_bucket`.
         compile: have `torch.compile` fuse what lies between the matrix products and the attention
-            of a block. The first call compiles for every image size to come.
+            of a block. The first call compiles for every image size to come. None: on a GPU.
+        cuda_graphs: record a CUDA graph for each bucket in use, the last 16 of them. None: on a
+            GPU.
         progress: show progress on standard error. None: only where that is a terminal.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used, see `read_checkpoint`.
-        ValueError: an unknown model type or dtype, or no such device.
+        ValueError: an unknown model type or dtype, no such device, or CUDA graphs on a CPU.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
-    target = _find_device(device)
+    target = find_device(device)
+    on_gpu = target.type == "cuda"
+    if cuda_graphs and not on_gpu:
+        raise ValueError(f"cuda_graphs=True needs a tower on a CUDA GPU, got device '{target}'")
     config = VisionConfig.from_pretrained(directory)
     with torch.device("meta"):  # no parameter is allocated before its values are there
-        tower = VisionTower(config, implementation=implementation)
+        tower = VisionTower(config, implementation=implementation, token_buckets=token_buckets)
     show = sys.stderr.isatty() if progress is None else progress
     weights = tower_weights(config, read_checkpoint(config, directory, progress=show))
-    parameters = {name: _as_tensor(weight).to(target, dtype) for name, weight in weights.items()}
+    parameters = {name: as_tensor(weight).to(target, dtype) for name, weight in weights.items()}
     tower.load_state_dict(parameters, assign=True)
-    if compile:
+    if on_gpu if compile is None else compile:
         for block in tower.blocks:
             block.compile(dynamic=True)
+    if on_gpu if cuda_graphs is None else cuda_graphs:
+        tower.graphs = GraphCache()
     return tower.requires_grad_(False).eval()
 
 
 @functools.lru_cache(maxsize=32)
 def layout_tensors(layout: Layout, device: torch.device) -> Layout:
     """A layout with tensors on a device for arrays; remembered, as `plan_layout` remembers its."""
-    tensors = {
-        name: torch.tensor(value, device=device)
-        for name, value in vars(layout).items()
-        if isinstance(value, np.ndarray)
-    }
-    return dataclasses.replace(layout, **tensors)
+    tensors = unflatten(layout, layout_on_device(layout, device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # once: any stream may read them from now on
+    return tensors
 
 
 @torch.no_grad()
@@ -153,8 +227,10 @@ def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> to
 
     Args:
         tower: the tower.
-        pixel_values: [tokens, patch_dim] floating, on the tower's device.
+        pixel_values: [tokens, patch_dim] floating, on the tower's device; rows of padding may hold
+            any finite values.
         layout: as `layout_tensors` returns it for the tower's device; it may be padded to a bucket.
+            (`VisionTower.prepare` returns both.)
 
     Returns:
         Embeddings [tokens / merge_unit, out_hidden_size] in the tower's dtype, in Hugging Face's
@@ -188,13 +264,18 @@ def _block_outputs(
         cu_seqlens=layout.cu_window_seqlens, max_seqlen=layout.max_window_seqlen
     )
     frames = of_implementation(
-        cu_seqlens=layout.cu_frame_seqlens, max_seqlen=layout.max_frame_seqlen
+        cu_seqlens=layout.cu_frame_seqlens, max_seqlen=_frame_bound(layout.max_frame_seqlen)
     )
     hidden = tower.patch_embed(pixel_values[layout.window_order])
     for index, block in enumerate(tower.blocks):
         segments = frames if index in config.fullatt_block_indexes else windows
         hidden = block(hidden, segments)
         yield hidden
+
+
+def _frame_bound(tokens: int) -> int:
+    """One bound for every frame but the hugest, which get the next power of two."""
+    return max(_FRAME_BOUND, 1 << (tokens - 1).bit_length())
 
 
 def _rotary_angles(
@@ -214,27 +295,8 @@ def _frequencies(config: VisionConfig, device: torch.device) -> torch.Tensor:
 
 def _check_patches(config: VisionConfig, pixel_values: Any, layout: Layout) -> torch.Tensor:
     if not isinstance(pixel_values, torch.Tensor):
-        pixel_values = _as_tensor(np.asarray(pixel_values))
+        pixel_values = as_tensor(np.asarray(pixel_values))
     check_patches(config, layout, pixel_values.shape)
     if not pixel_values.is_floating_point():
         raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
     return pixel_values
-
-
-def _as_tensor(array: np.ndarray) -> torch.Tensor:
-    """A NumPy array as a tensor, bfloat16 included, which PyTorch does not take by itself."""
-    array = np.require(array, requirements=("C", "W"))
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def _find_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(device)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device '{device}' was asked for, but PyTorch finds {torch.cuda.device_count()} GPUs"
-        )
-    return device

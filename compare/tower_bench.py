@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from compare.ceilings import Ceilings
 from compare.console import number, print_missing, print_table, progress, say
 from compare.errors import one_line
 from compare.metrics import relative_rms_error, tower_verdict
+from compare.profiling import Profile, profile
 from compare.results import Record
 from compare.timing import time_wall
 from compare.towers import (
@@ -31,6 +32,8 @@ from compare.workloads import TowerWorkload
 from flax_models import VisionConfig
 
 _WARM_UP = 3
+_PROFILED_CALLS = 5
+_NAMED_KERNELS = 12  # the longest of a call, written to the result file by name
 
 Inputs = tuple[np.ndarray, np.ndarray]  # pixel_values, grid_thw
 
@@ -57,13 +60,14 @@ def bench_towers(workloads: Sequence[TowerWorkload]) -> tuple[list[Record], Ceil
         records = list(yardstick)
         for implementation in progress([*our_towers(), *peer_towers()], "towers"):
             records += run.measure(implementation, limits)
-    floors = {
-        workload.name: ceilings.tower_floor_us(
-            workload.bytes_moved(config), workload.matrix_flops(config)
+    by_workload = {
+        workload.name: (
+            workload,
+            ceilings.tower_floor_us(workload.bytes_moved(config), workload.matrix_flops(config)),
         )
         for workload in workloads
     }
-    records = [_with_floor(record, floors[record.workload]) for record in records]
+    records = [_with_rates(record, *by_workload[record.workload]) for record in records]
     for workload in workloads:
         _print(workload, [record for record in records if record.workload == workload.name])
     return records, ceilings
@@ -72,7 +76,8 @@ def bench_towers(workloads: Sequence[TowerWorkload]) -> tuple[list[Record], Ceil
 def _exact_embeddings(directory: Directory, inputs: dict[str, Inputs]) -> dict[str, torch.Tensor]:
     with huggingface.true_fp32():
         tower = HuggingFaceTower(huggingface.load(directory, torch.float32))
-        exact = {name: tower.encode(*tower.put(*arrays)) for name, arrays in inputs.items()}
+        # Kept on the host: the peak memory of a tower is to be its own.
+        exact = {name: tower.encode(*tower.put(*arrays)).cpu() for name, arrays in inputs.items()}
     del tower
     free_memory()
     return exact
@@ -106,7 +111,10 @@ class _Run:
             record = replace(blank, framework=tower.framework)
             try:
                 timed, embeddings = _time(tower, record, self.inputs[record.workload])
-                error = relative_rms_error(embeddings, self.exact[record.workload])
+                exact = self.exact[record.workload].to(embeddings.device)
+                error = relative_rms_error(embeddings, exact)
+                if implementation.ours:
+                    timed = _profiled(tower, timed, self.inputs[record.workload])
                 yardstick = error if limits is None else limits.get(record.workload)
                 records.append(_judged(timed, error, yardstick, implementation.ours))
             except Exception as error:
@@ -145,6 +153,34 @@ def _time(tower: Tower, record: Record, inputs: Inputs) -> tuple[Record, torch.T
     return timed, tower.tensor(embeddings)
 
 
+def _profiled(tower: Tower, record: Record, inputs: Inputs) -> Record:
+    """The record with where the time of a call goes, as far as the profiler can see."""
+    arguments = tower.put(*inputs)
+
+    def run() -> None:
+        for _ in range(_PROFILED_CALLS):
+            tower.wait(tower.encode(*arguments))
+
+    seen = _profile_quietly(run)
+    if seen is None:
+        return record
+    kernels = dict(list(seen.by_kernel().items())[:_NAMED_KERNELS])
+    return replace(
+        record,
+        profiler_us=sum(seen.by_group().values()),
+        kernels_per_call=seen.kernels_per_call,
+        details=record.details | {"groups_us": seen.by_group(), "kernels_us": kernels},
+    )
+
+
+def _profile_quietly(run: Callable[[], None]) -> Profile | None:
+    """Profile calls, which is not worth failing for."""
+    try:
+        return profile(run, _PROFILED_CALLS)
+    except Exception:  # no JAX, no CUPTI, another profiler attached: then there is none
+        return None
+
+
 def _judged(record: Record, error: float, yardstick: float | None, ours: bool) -> Record:
     """The record with its error, and without its timing where that breaks the rule."""
     record = replace(record, relative_rms_error=error)
@@ -157,9 +193,16 @@ def _judged(record: Record, error: float, yardstick: float | None, ours: bool) -
     return record
 
 
-def _with_floor(record: Record, floor_us: float) -> Record:
-    share = floor_us / record.median_us if record.median_us else None
-    return replace(record, floor_us=floor_us, share_of_floor=share)
+def _with_rates(record: Record, workload: TowerWorkload, floor_us: float) -> Record:
+    """The record beside its floor, with what it encodes in a second."""
+    if record.median_us is None:
+        return replace(record, floor_us=floor_us)
+    seconds = record.median_us / 1e6
+    rates = {"tokens_per_s": workload.tokens / seconds}
+    if workload.frames:
+        rates["frames_per_s"] = workload.frames / seconds
+    share = floor_us / record.median_us
+    return replace(record, floor_us=floor_us, share_of_floor=share, details=record.details | rates)
 
 
 def _ms(microseconds: float | None, digits: int = 3) -> str:
@@ -170,13 +213,14 @@ def _print(workload: TowerWorkload, records: Sequence[Record]) -> None:
     timed = [record for record in records if record.median_us is not None]
     print_table(
         f"{workload.name}: {workload.tokens} tokens, floor {_ms(records[0].floor_us)} ms",
-        ("tower", "ms", "spread", "x floor", "first call s", "peak MiB", "rel. RMS"),
+        ("tower", "ms", "spread", "x floor", "tokens/s", "first call s", "peak MiB", "rel. RMS"),
         [
             [
                 record.implementation,
                 _ms(record.median_us),
                 _ms(record.spread_us, 2),
                 number(record.share_of_floor and 1 / record.share_of_floor),
+                f"{record.details['tokens_per_s']:,.0f}",
                 number(record.compile_s),
                 number(record.peak_memory_mib, 5),
                 number(record.relative_rms_error),
@@ -184,4 +228,18 @@ def _print(workload: TowerWorkload, records: Sequence[Record]) -> None:
             for record in sorted(timed, key=lambda r: r.median_us or 0)
         ],
     )
+    profiled = [record for record in timed if "groups_us" in record.details]
+    if profiled:
+        print_table(
+            f"{workload.name}: where the time goes, ms a call",
+            ("tower", *profiled[0].details["groups_us"], "between kernels"),
+            [
+                [
+                    record.implementation,
+                    *(_ms(group, 2) for group in record.details["groups_us"].values()),
+                    _ms((record.median_us or 0) - (record.profiler_us or 0), 2),
+                ]
+                for record in profiled
+            ],
+        )
     print_missing((r.implementation, r.note or "") for r in records if r.median_us is None)

@@ -12,7 +12,6 @@ import torch
 
 from compare import huggingface
 from compare.arrays import from_jax, torch_device
-from compare.environment import has_gpu
 from compare.implementations import require_jax_gpu
 
 Directory = str | os.PathLike[str]
@@ -191,13 +190,11 @@ def _hugging_face(name: str, attention: str) -> TowerImplementation:
 def _load_torch(directory: Directory) -> Tower:
     from compare.torch_tower import load_vision_tower
 
-    return _TorchTower(load_vision_tower(directory, torch.bfloat16, compile=has_gpu()))
+    return _TorchTower(load_vision_tower(directory))
 
 
 def _load_flax(directory: Directory) -> Tower:
-    import jax.numpy as jnp
-
     from flax_models import load_vision_tower
 
     require_jax_gpu()
-    return _JaxTower(load_vision_tower(directory, jnp.bfloat16))
+    return _JaxTower(load_vision_tower(directory))

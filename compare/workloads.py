@@ -2,9 +2,10 @@
 
 A kernel workload is one call of the attention operation, a tower workload one call of a whole
 tower. Sizes in names are pixels a side of square images: `windows-896` is what a windowed layer
-sees of one 896 x 896 image.
+sees of one 896 x 896 image. `tower-video-8x16x448` is eight clips of 16 frames in one call.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -125,22 +126,35 @@ class KernelWorkload:
 
 
 @dataclass(frozen=True)
-class TowerWorkload:
-    """One call of a whole tower on photographs or clips made from one.
+class Visual:
+    """An image, or a clip of some frames; height and width in pixels."""
 
-    Attributes:
-        side: pixels a side.
-        frames: frames of the clip; 1 is an image.
-    """
-
-    name: str
-    side: int
+    height: int
+    width: int
     frames: int = 1
 
     @property
-    def grid_thw(self) -> Grid:
+    def grid(self) -> tuple[int, int, int]:
         """(t, h, w) in patches; a temporal patch is two frames, an image counts as two."""
-        return ((max(1, self.frames // 2), self.side // PATCH, self.side // PATCH),)
+        return max(1, self.frames // 2), self.height // PATCH, self.width // PATCH
+
+
+@dataclass(frozen=True)
+class TowerWorkload:
+    """One call of a whole tower on photographs, or clips made from one."""
+
+    name: str
+    visuals: tuple[Visual, ...]
+
+    @property
+    def grid_thw(self) -> Grid:
+        """(t, h, w) of each visual."""
+        return tuple(visual.grid for visual in self.visuals)
+
+    @property
+    def frames(self) -> int:
+        """Frames of all clips; 0 where there are only images."""
+        return sum(visual.frames for visual in self.visuals if visual.frames > 1)
 
     @property
     def tokens(self) -> int:
@@ -174,6 +188,17 @@ def _full_layers(config: VisionConfig) -> int:
 
 def _square(side: int) -> Grid:
     return ((1, side // PATCH, side // PATCH),)
+
+
+def _mixed_images(count: int, smallest: int, largest: int) -> tuple[Visual, ...]:
+    """Images whose long sides grow evenly, in turn of the shapes that photographs have."""
+    unit = 2 * PATCH
+    long_sides = np.linspace(smallest, largest, count)
+    shapes = itertools.cycle([(3, 4), (2, 3), (1, 1), (9, 16), (4, 3), (3, 2), (16, 9)])
+    return tuple(
+        Visual(*(unit * round(side * part / max(shape) / unit) for part in shape))
+        for side, shape in zip(long_sides.tolist(), shapes, strict=False)
+    )
 
 
 _KINDS: tuple[Kind, ...] = ("windows", "frames")
@@ -258,8 +283,10 @@ def segments(length: int) -> KernelWorkload:
 TOWER_WORKLOADS = {
     workload.name: workload
     for workload in [
-        *(TowerWorkload(f"tower-{side}", side) for side in SIDES),
-        TowerWorkload("tower-video-16x448", 448, frames=16),
+        *(TowerWorkload(f"tower-{side}", (Visual(side, side),)) for side in SIDES),
+        TowerWorkload("tower-video-16x448", (Visual(448, 448, frames=16),)),
+        TowerWorkload("tower-video-8x16x448", (Visual(448, 448, frames=16),) * 8),
+        TowerWorkload("tower-batch-32", _mixed_images(32, 224, 1344)),
     ]
 }
 

@@ -132,9 +132,9 @@ def _roomy(usual: int, needed: int, most: int) -> int:
 
 
 def _ladder_tokens(needed: int) -> int:
-    """The smallest rung that holds `needed` tokens; past the ladder, four rungs to a doubling."""
+    """The smallest rung that holds `needed` tokens; past the ladder, eight rungs to a doubling."""
     for tokens in _LADDER:
         if tokens >= needed:
             return tokens
-    step = 1 << ((needed - 1).bit_length() - 3)
+    step = 1 << ((needed - 1).bit_length() - 4)
     return -(-needed // step) * step

@@ -19,8 +19,11 @@ from jax.typing import ArrayLike, DTypeLike
 from flax_models.blocks import Block, PatchEmbed, PatchMerger, Segments
 from flax_models.buckets import choose_bucket
 from flax_models.checkpoint import read_checkpoint
+from flax_models.compiled import compiled
 from flax_models.config import VisionConfig
 from flax_models.layout import Layout, check_patches, inverse_frequencies, plan_layout
+from flax_models.memory import check_memory
+from flax_models.rows import first_rows
 from flax_models.weights import tower_weights
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -74,10 +77,14 @@ class VisionTower(nnx.Module):
         """Encode images and clips, all in one call of one compiled function.
 
         The first call of each bucket compiles; `encode` is the same under a `jax.jit` of your own.
+        Each call reads the parameters' values anew, so that `nnx.update` takes effect, but which
+        modules and parameters there are is found out at the first.
 
         Args:
             pixel_values: [tokens, patch_dim] floating, the patches of all images as `preprocess`
-                returns them.
+                returns them. A NumPy array is padded on the host; a `jax.Array` that does not
+                fill its bucket is padded by a small function that is compiled for each number of
+                tokens.
             grid_thw: [images, 3] integers: frames, rows and columns of each image in patches.
 
         Returns:
@@ -88,9 +95,12 @@ class VisionTower(nnx.Module):
             ValueError: a bad grid, more tokens than the largest bucket, or `pixel_values` that
                 do not match the grid.
             TypeError: `pixel_values` are not floating-point.
+            MemoryError: a pass over so many tokens does not fit in what memory is free.
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
-        return _encode(self, patches, _on_device(layout))[: layout.num_merged]
+        run = compiled(encode, self, settings=(self.config, self.implementation))
+        outputs = run(patches, _on_device(layout))
+        return jax.tree.map(lambda output: first_rows(output, layout.num_merged), outputs)
 
     def prepare(
         self, pixel_values: ArrayLike, grid_thw: ArrayLike
@@ -104,6 +114,7 @@ class VisionTower(nnx.Module):
             `layout.num_merged` rows of what `encode` makes of them are the embeddings.
         """
         bucket = choose_bucket(self.config, grid_thw, self.token_buckets)
+        check_memory(self.config, bucket.tokens, self.dtype.itemsize, lambda: _free_memory(self))
         layout = plan_layout(self.config, grid_thw, bucket)
         return _pad_patches(self.config, pixel_values, layout), layout
 
@@ -193,8 +204,6 @@ def encode(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> jax.A
     return tower.merger(hidden)[layout.output_order]
 
 
-_encode = jax.jit(encode)
-
 # Traced for windows and for frames instead of once for each layer.
 _run_block = jax.jit(Block.__call__)
 
@@ -247,8 +256,14 @@ def _pad_patches(
     padding = len(layout.window_order) - layout.num_tokens
     if padding == 0:
         return pixel_values
-    pad = jnp.pad if isinstance(pixel_values, jax.Array) else np.pad
-    return pad(pixel_values, ((0, padding), (0, 0)))
+    if isinstance(pixel_values, jax.Array):
+        return _pad_rows(pixel_values, padding)
+    return np.pad(pixel_values, ((0, padding), (0, 0)))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pad_rows(array: jax.Array, rows: int) -> jax.Array:
+    return jnp.pad(array, ((0, rows), (0, 0)))
 
 
 @functools.lru_cache(maxsize=32)
@@ -256,6 +271,16 @@ def _on_device(layout: Layout) -> Layout:
     """A layout with its arrays on the default device; `plan_layout` returns one object per grid."""
     with jax.ensure_compile_time_eval():  # under a caller's trace too: a tracer must not stay here
         return jax.device_put(layout)
+
+
+def _free_memory(tower: VisionTower) -> int | None:
+    """Bytes that are free on the tower's device, where JAX knows them."""
+    weight = tower.patch_embed.proj.weight.get_raw_value()
+    if isinstance(weight, jax.core.Tracer):
+        return None
+    statistics = next(iter(weight.devices())).memory_stats() or {}
+    limit = statistics.get("bytes_limit")
+    return None if limit is None else limit - statistics["bytes_in_use"]
 
 
 def _find_device(device: jax.Device | str | None) -> jax.Device | None:

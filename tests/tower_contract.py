@@ -147,6 +147,11 @@ class TowerContract:
         with pytest.raises(ValueError, match=message):
             tower(np.zeros((60, 1176), np.float32), grid)
 
+    def test_a_million_tokens_that_do_not_fit_are_refused(self, tower, monkeypatch):
+        monkeypatch.setattr(self.free_memory, lambda *_: 1 << 30)
+        with pytest.raises(MemoryError, match=r"1,048,576 tokens needs about 2\.0 GiB .* 1\.0 GiB"):
+            tower(np.zeros((1, 1176), np.float32), [(1024, 32, 32)])
+
     def test_missing_checkpoint(self, tmp_path):
         with pytest.raises(CheckpointError, match="nowhere"):
             self.load(tmp_path / "nowhere", "float32")

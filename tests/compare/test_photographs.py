@@ -4,7 +4,9 @@ import pytest
 pytest.importorskip("sklearn")
 
 from compare.photographs import agreement_input, workload_input
-from compare.workloads import TOWER_WORKLOADS, TowerWorkload
+from compare.workloads import TOWER_WORKLOADS, TowerWorkload, Visual
+
+CLIP = TowerWorkload("x", (Visual(84, 56, frames=4),))
 
 
 def test_agreement_input_has_edge_windows():
@@ -15,7 +17,9 @@ def test_agreement_input_has_edge_windows():
     assert (grid_thw[:, 1:] % 8 != 0).any()
 
 
-@pytest.mark.parametrize("workload", [TOWER_WORKLOADS["tower-448"], TowerWorkload("x", 56, 4)])
+@pytest.mark.parametrize(
+    "workload", [TOWER_WORKLOADS["tower-448"], TOWER_WORKLOADS["tower-batch-32"], CLIP]
+)
 def test_workload_input_has_the_workloads_grid(workload):
     pixel_values, grid_thw = workload_input(workload)
     assert [tuple(grid) for grid in grid_thw.tolist()] == list(workload.grid_thw)
@@ -24,6 +28,6 @@ def test_workload_input_has_the_workloads_grid(workload):
 
 
 def test_the_frames_of_a_clip_differ():
-    pixel_values, _ = workload_input(TowerWorkload("x", 56, 4))
+    pixel_values, _ = workload_input(CLIP)
     first, second = pixel_values.reshape(2, -1)
     assert not np.array_equal(first, second)

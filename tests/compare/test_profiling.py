@@ -6,7 +6,7 @@ pytest.importorskip("jax")
 
 from jax.profiler import ProfileData
 
-from compare.profiling import DeviceEvent, Profile, device_events
+from compare.profiling import DeviceEvent, Profile, device_events, group_of
 
 # Two calls of two kernels on two streams; the lines that repeat them, and the host, do not count.
 TRACE = """
@@ -53,3 +53,34 @@ def test_calls_that_do_not_divide_evenly_give_their_mean():
     timing = Profile(events, calls=2).timing()
     assert timing.samples == 1
     assert timing.median_us == pytest.approx(7.5)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNT", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "products"),
+        ("gemm_fusion_dot_3", "products"),
+        ("window_kernel", "windowed attention"),
+        ("stream_kernel", "frame attention"),
+        ("rotate_kernel", "frame attention"),
+        ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<96, 128>>", "frame attention"),
+        ("triton_red_fused__fused_rms_norm_add_1", "norms and elementwise"),
+        ("loop_multiply_fusion", "norms and elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "norms and elementwise"),
+        ("MemcpyD2D", "copies"),
+        ("Memset", "copies"),
+        ("loop_transpose_fusion", "copies"),
+        ("mystery", "other"),
+    ],
+)
+def test_groups_of_kernels(kernel, group):
+    assert group_of(kernel) == group
+
+
+def test_groups_sum_up_to_the_call():
+    events = [DeviceEvent(name, 0, 2000) for name in ("window_kernel", "nvjet_x", "window_kernel")]
+    groups = Profile(events, calls=2).by_group()
+    assert groups["windowed attention"] == pytest.approx(2)
+    assert groups["products"] == pytest.approx(1)
+    assert sum(groups.values()) == pytest.approx(3)

@@ -1,15 +1,29 @@
 """The PyTorch tower: what every tower must do, and that it is the Flax tower's twin."""
 
+import contextlib
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import numpy as np  # noqa: E402
+from torch._dynamo.testing import CompileCounter  # noqa: E402
 
+from compare import torch_graphs  # noqa: E402
+from compare.torch_graphs import GraphCache  # noqa: E402
 from compare.torch_tower import encode, layout_tensors, load_vision_tower  # noqa: E402
 from flax_models import plan_layout  # noqa: E402
-from tests.tower_checkpoints import GRIDS, random_patches, write_checkpoint  # noqa: E402
+from tests.random_calls import random_calls, tokens_of  # noqa: E402
+from tests.tower_checkpoints import (  # noqa: E402
+    GRIDS,
+    WINDOWS_ALONE,
+    random_patches,
+    write_checkpoint,
+)
 from tests.tower_contract import (  # noqa: E402
     CONFIG,
     FP32_TOLERANCE,
@@ -21,10 +35,12 @@ from tests.tower_contract import (  # noqa: E402
 
 class TorchTower:
     array = staticmethod(torch.tensor)
+    free_memory = "compare.torch_tower.free_memory"
 
     @staticmethod
     def load(directory, dtype, **options):
-        return load_vision_tower(directory, getattr(torch, dtype), **options)
+        # Compiled blocks have a test of their own: here every tower would compile anew.
+        return load_vision_tower(directory, getattr(torch, dtype), compile=False, **options)
 
     @staticmethod
     def numpy(array):
@@ -50,7 +66,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tower(directory):
-    return load_vision_tower(directory, torch.float32)
+    return load_vision_tower(directory, torch.float32, compile=False, cuda_graphs=False)
 
 
 def test_equals_the_flax_tower(tower, directory):
@@ -71,21 +87,168 @@ def test_nothing_is_recorded_for_gradients(tower):
     assert not any(parameter.requires_grad for parameter in tower.parameters())
 
 
-def test_a_padded_layout_gives_the_same_embeddings(tower):
+def test_a_bucketed_call_equals_the_unpadded_one(tower):
     grid = GRIDS["edge_windows"]
     patches = random_patches(CONFIG, grid)
-    layout = layout_tensors(plan_layout(CONFIG, grid, pad_to=640), tower.device)
-    padded = np.full((640, CONFIG.patch_dim), 1e3, np.float32)
-    padded[: len(patches)] = patches
-    ours = encode(tower, torch.tensor(padded, device=tower.device), layout)[: layout.num_merged]
-    expected = tower(patches, grid)
-    assert relative_error(ours.cpu().numpy(), expected.cpu().numpy()) < FP32_TOLERANCE
+    assert len(tower.prepare(patches, grid)[0]) > len(patches)
+    layout = layout_tensors(plan_layout(CONFIG, grid), tower.device)
+    unpadded = encode(tower, torch.tensor(patches, device=tower.device), layout)
+    ours = tower(patches, grid)
+    assert relative_error(ours.cpu().numpy(), unpadded.cpu().numpy()) < FP32_TOLERANCE
+
+
+def test_padding_never_leaks(tower):
+    grid = GRIDS["edge_windows"]
+    patches, layout = tower.prepare(random_patches(CONFIG, grid), grid)
+    spoilt = patches.clone()
+    spoilt[layout.num_tokens :] = 1e3
+    clean, dirty = (
+        encode(tower, values, layout)[: layout.num_merged] for values in (patches, spoilt)
+    )
+    assert torch.equal(clean, dirty)
+
+
+def test_more_tokens_than_the_largest_bucket(directory):
+    small = load_vision_tower(directory, torch.float32, token_buckets=(16, 32))
+    with pytest.raises(ValueError, match=r"64 tokens.* largest token bucket \(32\)"):
+        small(np.zeros((64, 1176), np.float32), [(1, 8, 8)])
 
 
 def test_encode_refuses_patches_of_another_layout(tower):
-    _, layout = tower.prepare(np.zeros((16, CONFIG.patch_dim), np.float32), [(1, 4, 4)])
+    layout = layout_tensors(plan_layout(CONFIG, [(1, 4, 4)]), tower.device)
     with pytest.raises(ValueError, match=r"layout's shape \[16, 1176\], got \[8, 1176\]"):
         encode(tower, torch.zeros((8, CONFIG.patch_dim), device=tower.device), layout)
+
+
+class CpuRecorder:
+    """Stands for a GPU's: what is recorded runs anew, into the same tensors, at each replay."""
+
+    recorded: ClassVar[list] = []
+
+    def __init__(self, device):
+        assert device.type == "cpu"
+
+    def record(self, run):
+        outputs = run()
+        self.recorded.append(outputs)
+        return lambda: outputs.copy_(run()), outputs
+
+    @contextlib.contextmanager
+    def turn(self):
+        yield
+
+    def wait(self):
+        pass
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """What has been recorded, on a machine without a GPU."""
+    monkeypatch.setattr(CpuRecorder, "recorded", [])
+    monkeypatch.setattr(torch_graphs, "Recorder", CpuRecorder)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return CpuRecorder.recorded
+
+
+@pytest.fixture
+def recording_tower(recorded, directory):
+    """A tower that records and replays, with two buckets."""
+    tower = load_vision_tower(directory, torch.float32, "cpu", token_buckets=(64, 448))
+    tower.graphs = GraphCache()
+    return tower
+
+
+def test_replays_equal_the_pass_itself(tower, recording_tower, recorded):
+    for name in (*GRIDS, *GRIDS):
+        patches = random_patches(CONFIG, GRIDS[name])
+        ours = recording_tower(patches, GRIDS[name])
+        expected = tower(patches, GRIDS[name]).cpu()
+        assert relative_error(ours.numpy(), expected.numpy()) < FP32_TOLERANCE
+    assert len(recorded) == len(recording_tower.graphs) == 2
+
+
+def test_a_result_outlives_the_next_replay(recording_tower):
+    grid = GRIDS["clip"]
+    first = recording_tower(random_patches(CONFIG, grid), grid)
+    kept = first.clone()
+    recording_tower(random_patches(CONFIG, grid, seed=1), grid)
+    assert torch.equal(first, kept)
+
+
+def test_what_an_earlier_call_left_in_the_padding_is_gone(recording_tower):
+    small, large = GRIDS["smaller_than_a_window"], GRIDS["one_whole_window"]
+    patches = random_patches(CONFIG, small)
+    before = recording_tower(patches, small)
+    recording_tower(np.full((64, CONFIG.patch_dim), np.nan, np.float32), large)
+    assert torch.equal(recording_tower(patches, small), before)
+
+
+def test_the_least_recently_used_recording_is_forgotten_first(recording_tower, recorded):
+    recording_tower.graphs = GraphCache(limit=2)
+    recording_tower.token_buckets = (16, 32, 64)
+    for tokens in (16, 32, 16, 64, 16, 32):
+        grid = [(1, 2, tokens // 2)]
+        recording_tower(random_patches(CONFIG, grid), grid)
+    assert [len(outputs) * 4 for outputs in recorded] == [16, 32, 64, 32]
+
+
+def test_recordings_are_forgotten_when_parameters_move(recording_tower):
+    grid = GRIDS["clip"]
+    patches = random_patches(CONFIG, grid)
+    before = recording_tower(patches, grid)
+    recording_tower.half()
+    assert len(recording_tower.graphs) == 0
+    assert recording_tower(patches, grid).dtype == torch.float16
+    weights = {name: torch.zeros_like(p) for name, p in recording_tower.state_dict().items()}
+    recording_tower.load_state_dict(weights, assign=True)
+    assert len(recording_tower.graphs) == 0
+    assert recording_tower(patches, grid).abs().max() == 0 < before.abs().max()
+
+
+def test_a_copy_of_a_tower_records_for_itself(recording_tower):
+    grid = GRIDS["clip"]
+    patches = random_patches(CONFIG, grid)
+    expected = recording_tower(patches, grid)
+    copied = copy.deepcopy(recording_tower)
+    assert len(copied.graphs) == 0
+    for parameter in recording_tower.parameters():
+        parameter.zero_()
+    assert torch.equal(copied(patches, grid), expected)
+
+
+def test_threads_may_call_at_once(tower, recording_tower):
+    names = [*GRIDS] * 4
+    inputs = [random_patches(CONFIG, GRIDS[name], seed) for seed, name in enumerate(names)]
+    with ThreadPoolExecutor(4) as threads:
+        ours = [*threads.map(recording_tower, inputs, (GRIDS[name] for name in names))]
+    for name, patches, embeddings in zip(names, inputs, ours, strict=True):
+        expected = tower(patches, GRIDS[name]).cpu()
+        assert relative_error(embeddings.numpy(), expected.numpy()) < FP32_TOLERANCE
+
+
+def test_any_image_takes_few_recordings_and_compilations(tmp_path, recorded):
+    """200 images of 56 to 1344 px, one or several a call: at most 16, and none after that."""
+    tower = load_vision_tower(write_checkpoint(tmp_path, WINDOWS_ALONE), torch.float32, "cpu")
+    tower.graphs = GraphCache()
+    compiler = CompileCounter()
+    for block in tower.blocks:
+        block.compile(dynamic=True, backend=compiler)
+    for count, calls in enumerate((random_calls(0, 100, 1), random_calls(1, 100, 6))):
+        for grid in calls:
+            patches = np.zeros((tokens_of(grid), WINDOWS_ALONE.patch_dim), np.float32)
+            embeddings = tower(patches, grid)
+            assert embeddings.shape == (len(patches) // 4, WINDOWS_ALONE.out_hidden_size)
+        assert (10, 1)[count] <= len(recorded) <= 16
+    assert compiler.frame_count == 1
+    so_far = len(recorded)
+    for grid in random_calls(2, 10, 3):
+        tower(np.zeros((tokens_of(grid), WINDOWS_ALONE.patch_dim), np.float32), grid)
+    assert len(recorded) == so_far
+
+
+def test_graphs_need_a_gpu(directory):
+    with pytest.raises(ValueError, match=r"cuda_graphs=True needs .* got device 'cpu'"):
+        load_vision_tower(directory, device="cpu", cuda_graphs=True)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
@@ -94,7 +257,9 @@ def test_kernel_and_reference_agree_in_the_tower(tower, directory, implementatio
 
     if implementation == "triton" and not (INTERPRETED or torch.cuda.is_available()):
         pytest.skip("Triton's interpreter is off and there is no GPU")
-    other = load_vision_tower(directory, torch.float32, implementation=implementation)
+    other = load_vision_tower(
+        directory, torch.float32, implementation=implementation, compile=False
+    )
     grid = GRIDS["edge_windows"]
     patches = random_patches(CONFIG, grid)
     ours, expected = (each(patches, grid).cpu().numpy() for each in (other, tower))
@@ -105,9 +270,47 @@ def test_kernel_and_reference_agree_in_the_tower(tower, directory, implementatio
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.filterwarnings("ignore:Please use the new API settings to control TF32:UserWarning")
 @pytest.mark.gpu  # on a CPU compiling takes a C++ compiler and minutes
-def test_compiled_blocks_give_the_same_embeddings(tower, directory):
-    compiled = load_vision_tower(directory, torch.float32, compile=True)
-    for grid in GRIDS.values():
-        patches = random_patches(CONFIG, grid)
-        ours, expected = (each(patches, grid).cpu().numpy() for each in (compiled, tower))
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_compiled_blocks_give_the_same_embeddings(tower, directory, cuda_graphs):
+    compiled = load_vision_tower(
+        directory, torch.float32, compile=True, cuda_graphs=cuda_graphs, token_buckets=(64, 448)
+    )
+    for name in (*GRIDS, *GRIDS):
+        patches = random_patches(CONFIG, GRIDS[name])
+        ours, expected = (each(patches, GRIDS[name]).cpu().numpy() for each in (compiled, tower))
         assert relative_error(ours, expected) < FP32_TOLERANCE
+    assert (compiled.graphs is None) or len(compiled.graphs) == 2
+
+
+@pytest.mark.gpu
+def test_a_replay_does_not_wait_for_the_gpu(directory):
+    tower = load_vision_tower(directory, torch.float32, compile=False)
+    grid = GRIDS["mix"]
+    patches = torch.tensor(random_patches(CONFIG, grid), device=tower.device)
+    expected = tower(patches, grid)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours = tower(patches, grid)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.gpu
+def test_streams_take_turns(directory):
+    tower = load_vision_tower(directory, torch.float32, compile=False)
+    names = [*GRIDS] * 4
+    inputs = [
+        torch.tensor(random_patches(CONFIG, GRIDS[name], seed), device=tower.device)
+        for seed, name in enumerate(names)
+    ]
+    expected = [tower(values, GRIDS[name]) for values, name in zip(inputs, names, strict=True)]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    ours = []
+    for number, (values, name) in enumerate(zip(inputs, names, strict=True)):
+        with torch.cuda.stream(streams[number % 3]):
+            ours.append(tower(values, GRIDS[name]))
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, ours, expected))

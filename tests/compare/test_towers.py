@@ -17,7 +17,7 @@ from compare.errors import UnavailableError
 from compare.metrics import relative_rms_error
 from compare.tower_agreement import check_towers
 from compare.towers import HuggingFaceTower, TowerImplementation
-from compare.workloads import TowerWorkload
+from compare.workloads import TowerWorkload, Visual
 from flax_models import VisionConfig, preprocess
 from tests.compare.test_peers import naive_varlen
 
@@ -47,6 +47,10 @@ def inputs():
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(tower_agreement, "SMALL_CONFIG", CONFIG)
+
+
+def square(side):
+    return TowerWorkload(f"tower-{side}", (Visual(side, side),))
 
 
 class Disturbed(HuggingFaceTower):
@@ -144,7 +148,7 @@ def benchmark_on_cpu(monkeypatch):
 
 
 def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
-    workloads = [TowerWorkload("tower-112", 112), TowerWorkload("tower-224", 224)]
+    workloads = [square(112), square(224)]
     records, _ = tower_bench.bench_towers(workloads)
     by_name = {(r.workload, r.implementation): r for r in records}
     for workload in workloads:
@@ -165,7 +169,7 @@ def test_a_wrong_tower_gets_no_time(benchmark_on_cpu, monkeypatch):
             return super().encode(pixel_values, grid_thw) + 1
 
     monkeypatch.setattr(tower_bench, "our_towers", lambda: [implementation(Wrong)])
-    records, _ = tower_bench.bench_towers([TowerWorkload("tower-56", 56)])
+    records, _ = tower_bench.bench_towers([square(56)])
     record = next(r for r in records if r.implementation == "torch")
     assert record.median_us is None
     assert record.passed is False

@@ -24,7 +24,10 @@ def test_names():
     square = [f"{k}-{s}" for k in ("windows", "frames") for s in SIDES]
     assert list(KERNEL_WORKLOADS)[: len(square)] == square
     assert all(name == workload.name for name, workload in KERNEL_WORKLOADS.items())
-    assert list(TOWER_WORKLOADS) == [*(f"tower-{s}" for s in SIDES), "tower-video-16x448"]
+    assert list(TOWER_WORKLOADS) == [
+        *(f"tower-{s}" for s in SIDES),
+        *("tower-video-16x448", "tower-video-8x16x448", "tower-batch-32"),
+    ]
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -110,6 +113,18 @@ def test_tower_floor_is_the_known_one(side, milliseconds):
 def test_a_clip_has_two_frames_in_each_temporal_patch():
     assert TOWER_WORKLOADS["tower-video-16x448"].grid_thw == ((8, 32, 32),)
     assert TOWER_WORKLOADS["tower-video-16x448"].tokens == 8 * 32 * 32
+
+
+def test_clips_and_images_of_one_call():
+    clips, images = TOWER_WORKLOADS["tower-video-8x16x448"], TOWER_WORKLOADS["tower-batch-32"]
+    assert clips.grid_thw == ((8, 32, 32),) * 8
+    assert clips.frames == 8 * 16
+    assert images.frames == 0
+    assert len(images.visuals) == 32
+    long_sides = [max(visual.height, visual.width) for visual in images.visuals]
+    assert long_sides == sorted(long_sides)
+    assert (long_sides[0], long_sides[-1]) == (224, 1344)
+    assert len({visual.height > visual.width for visual in images.visuals}) == 2
 
 
 def test_choose():

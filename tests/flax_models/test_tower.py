@@ -10,7 +10,8 @@ import numpy as np  # noqa: E402
 from flax import nnx  # noqa: E402
 
 from flax_models import blocks, choose_bucket, encode, load_vision_tower, plan_layout  # noqa: E402
-from tests.tower_checkpoints import GRIDS, random_patches, write_checkpoint  # noqa: E402
+from tests.random_calls import random_calls, tokens_of  # noqa: E402
+from tests.tower_checkpoints import GRIDS, WINDOWS_ALONE, random_patches, write_checkpoint  # noqa: E402
 from tests.tower_contract import (  # noqa: E402
     CONFIG,
     FP32_TOLERANCE,
@@ -22,6 +23,7 @@ from tests.tower_contract import (  # noqa: E402
 
 class FlaxTower:
     array = staticmethod(jnp.asarray)
+    free_memory = "flax_models.tower._free_memory"
 
     @staticmethod
     def load(directory, dtype, **options):
@@ -95,6 +97,35 @@ def test_one_compilation_serves_every_mix_of_a_bucket(tower, traced_tokens):
         embeddings = tower(random_patches(CONFIG, grid), grid)
         assert embeddings.shape[0] == np.prod(grid, axis=1).sum() // 4
     assert traced_tokens == [bucket, bucket]  # blocks that see windows, blocks that see frames
+
+
+def test_any_image_takes_few_compilations(tmp_path, compilations):
+    """200 images of 56 to 1344 px, one or several a call: at most 16, and none after that."""
+    directory = write_checkpoint(tmp_path, WINDOWS_ALONE)
+    tower = load_vision_tower(directory, jnp.float32, implementation="reference")
+    calls = [*random_calls(0, 100, 1), *random_calls(1, 100, 6)]
+    compilations.clear()
+    for grid in calls:
+        patches = np.zeros((tokens_of(grid), WINDOWS_ALONE.patch_dim), np.float32)
+        assert tower(patches, grid).shape == (len(patches) // 4, WINDOWS_ALONE.out_hidden_size)
+    assert 10 <= len(compilations) <= 16
+    compilations.clear()
+    for grid in random_calls(2, 10, 3):
+        tower(np.zeros((tokens_of(grid), WINDOWS_ALONE.patch_dim), np.float32), grid)
+    assert not compilations
+
+
+def test_updated_parameters_take_effect(tower):
+    grid = GRIDS["clip"]
+    patches = random_patches(CONFIG, grid)
+    ours = nnx.clone(tower)
+    before = np.asarray(ours(patches, grid))
+    nnx.update(ours, jax.tree.map(lambda value: value * 0.5, nnx.state(ours)))
+    after = np.asarray(ours(patches, grid))
+    expected = jax.jit(encode)(ours, *ours.prepare(patches, grid))
+    np.testing.assert_array_equal(after, np.asarray(expected)[: len(after)])
+    assert relative_error(after, before) > 0.1
+    np.testing.assert_array_equal(np.asarray(tower(patches, grid)), before)
 
 
 def test_encode_under_a_jit_of_the_callers_own(tower, traced_tokens):

@@ -1,0 +1,31 @@
+"""What the PyTorch tower asks of devices: where it lives, what fits, arrays brought over."""
+
+import numpy as np
+import torch
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a GPU, counting those that PyTorch keeps for later; else None."""
+    if device.type != "cuda":
+        return None
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """A NumPy array as a tensor, bfloat16 included, which PyTorch does not take by itself."""
+    array = np.require(array, requirements=("C", "W"))
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def find_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device '{device}' was asked for, but PyTorch finds {torch.cuda.device_count()} GPUs"
+        )
+    return device

@@ -1,0 +1,195 @@
+"""CUDA graphs of a tower: one recorded pass for each bucket, replayed in a single launch.
+
+A forward pass is hundreds of kernels, many of which run shorter than their launch takes.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from flax_models import Layout
+
+# What a tower returns: its embeddings, or a tuple of them and of what goes with them.
+Outputs = torch.Tensor | tuple["Outputs", ...]
+Encode = Callable[[torch.Tensor, Layout], Outputs]
+
+# Arrays of a layout start at whole cache lines: Triton compiles anew for pointers less aligned.
+_LINE = 16  # int32 values
+
+
+class GraphCache:
+    """The recordings of one tower, of which the least recently used is forgotten first.
+
+    Threads and streams may call at once. Their passes run one after the other, because all
+    recordings work in the same memory: that of the largest, not the sum of all.
+
+    Attributes:
+        limit: recordings that are kept.
+    """
+
+    def __init__(self, limit: int = 16) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._recordings: OrderedDict[tuple[int, ...], _Recording] = OrderedDict()
+        self._recorder: Recorder | None = None
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        """A copy of a tower, in this process or another, records for itself."""
+        return type(self), (self.limit,)
+
+    def __len__(self) -> int:
+        """The number of recordings."""
+        return len(self._recordings)
+
+    def clear(self) -> None:
+        """Forget all recordings, as must be done when parameters move to other memory."""
+        with self._lock:
+            self._forget(len(self._recordings))
+            self._recorder = None
+
+    @torch.no_grad()
+    def __call__(
+        self, encode: Encode, patches: torch.Tensor, layout: Layout, weight: torch.Tensor
+    ) -> Outputs:
+        """Replay the layout's bucket, recording it first where it is new.
+
+        Args:
+            encode: the pass; must not wait for the GPU.
+            patches: [layout.num_tokens, patch_dim] floating, on any device.
+            layout: as `plan_layout` returns it, padded to a bucket.
+            weight: a parameter; the pass gets patches of its dtype on its device.
+
+        Returns:
+            The first `layout.num_merged` rows of everything that `encode` returns.
+        """
+        # Buffers made in inference mode could not be written to outside it.
+        with self._lock, torch.inference_mode(False):
+            if self._recorder is None:
+                self._recorder = Recorder(weight.device)
+            recording = self._find(encode, patches.shape[1], layout, weight)
+            with self._recorder.turn():
+                return recording.run(patches, layout)
+
+    def _find(
+        self, encode: Encode, patch_dim: int, layout: Layout, weight: torch.Tensor
+    ) -> "_Recording":
+        key = (*map(len, _arrays(layout).values()), layout.max_frame_seqlen)
+        if key not in self._recordings:
+            self._forget(len(self._recordings) - self.limit + 1)
+            self._recordings[key] = _Recording(encode, patch_dim, layout, weight, self._recorder)
+        self._recordings.move_to_end(key)
+        return self._recordings[key]
+
+    def _forget(self, number: int) -> None:
+        if number > 0 and self._recorder is not None:
+            self._recorder.wait()  # the memory may be in use again at once
+        for _ in range(number):
+            self._recordings.popitem(last=False)
+
+
+class Recorder:
+    """Records passes on one GPU, into memory that they share, and sees to their taking turns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._memory = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()
+            self._finished = torch.cuda.Event()
+
+    def record(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        """Record a pass; returns its replay, and the tensors that each replay writes."""
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                run()  # whatever is compiled or loaded at first use must be there
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on allocating memory meanwhile.
+            with torch.cuda.graph(
+                graph, self._memory, self._stream, capture_error_mode="thread_local"
+            ):
+                outputs = run()
+        return graph.replay, outputs
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """What is queued within runs after what was queued in the turn before."""
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self._finished)
+            yield
+            self._finished.record(stream)
+
+    def wait(self) -> None:
+        """Wait until the last turn has run."""
+        self._finished.synchronize()
+
+
+class _Recording:
+    """One pass with the buffers that it reads and writes."""
+
+    def __init__(
+        self,
+        encode: Encode,
+        patch_dim: int,
+        layout: Layout,
+        weight: torch.Tensor,
+        recorder: Recorder,
+    ) -> None:
+        self._patches = weight.new_zeros(len(layout.window_order), patch_dim)
+        self._flat = layout_on_device(layout, weight.device).clone()
+        static = unflatten(layout, self._flat)
+        self._replay, self._outputs = recorder.record(lambda: encode(self._patches, static))
+
+    def run(self, patches: torch.Tensor, layout: Layout) -> Outputs:
+        """Replay with other images of the same bucket."""
+        self._patches[: len(patches)].copy_(patches)
+        self._patches[len(patches) :].zero_()
+        self._flat.copy_(layout_on_device(layout, self._flat.device))
+        self._replay()
+        return first_rows(self._outputs, layout.num_merged, copy=True)
+
+
+def first_rows(outputs: Outputs, rows: int, *, copy: bool = False) -> Outputs:
+    """The first rows of each tensor, as views or copies."""
+    if isinstance(outputs, tuple):
+        return tuple(first_rows(output, rows, copy=copy) for output in outputs)
+    return outputs[:rows].clone() if copy else outputs[:rows]
+
+
+@functools.lru_cache(maxsize=32)
+def layout_on_device(layout: Layout, device: torch.device) -> torch.Tensor:
+    """All arrays of a layout in one int32 tensor, which takes one transfer and one copy a call.
+
+    Remembered: `plan_layout` returns one object for each grid.
+    """
+    flat = torch.zeros(_offsets(layout)[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    for start, array in zip(_offsets(layout), _arrays(layout).values(), strict=False):
+        flat[start : start + array.size] = torch.tensor(array).view(-1)
+    return flat.to(device, non_blocking=True)
+
+
+def unflatten(layout: Layout, flat: torch.Tensor) -> Layout:
+    """A layout with views of `layout_on_device` for arrays."""
+    views = {
+        name: flat[start : start + array.size].view(array.shape)
+        for start, (name, array) in zip(_offsets(layout), _arrays(layout).items(), strict=False)
+    }
+    return dataclasses.replace(layout, **views)
+
+
+def _arrays(layout: Layout) -> dict[str, np.ndarray]:
+    return {name: value for name, value in vars(layout).items() if isinstance(value, np.ndarray)}
+
+
+def _offsets(layout: Layout) -> list[int]:
+    """Where each array starts in the flat tensor, and where the last one ends."""
+    sizes = [-(-array.size // _LINE) * _LINE for array in _arrays(layout).values()]
+    return [0, *np.cumsum(sizes).tolist()]

@@ -1,0 +1,47 @@
+"""How much memory a pass needs, so that one that cannot fit is refused before it starts."""
+
+from collections.abc import Callable
+
+from flax_models.config import VisionConfig
+
+# Smaller passes take less than a gigabyte: not worth asking the device about.
+_CHECKED_TOKENS = 1 << 15
+_GIB = 1 << 30
+
+
+def pass_bytes(config: VisionConfig, tokens: int, itemsize: int) -> int:
+    """Estimate the most bytes that a pass holds at once beside parameters and input.
+
+    Args:
+        config: the tower's configuration.
+        tokens: padded tokens of the call.
+        itemsize: bytes of a value of the tower's dtype.
+    """
+    hidden, width = config.hidden_size, config.aligned_intermediate_size
+    in_mlp = 2 * hidden + 3 * width  # the stream, normed; gate, up and their product
+    in_attention = 8 * hidden  # the stream, normed; q, k, v; q and k rotated; attended
+    return tokens * itemsize * max(in_mlp, in_attention)
+
+
+def check_memory(
+    config: VisionConfig, tokens: int, itemsize: int, free: Callable[[], int | None]
+) -> None:
+    """Refuse a large pass that cannot fit.
+
+    Args:
+        config, tokens, itemsize: as for `pass_bytes`.
+        free: bytes of the device's memory that are free, None where that is not known; asked for
+            a large pass alone.
+
+    Raises:
+        MemoryError: it needs more than is free; the message says how much of each.
+    """
+    if tokens <= _CHECKED_TOKENS or (there_is := free()) is None:
+        return
+    needed = pass_bytes(config, tokens, itemsize)
+    if needed > there_is:
+        raise MemoryError(
+            f"a call of {tokens:,} tokens needs about {needed / _GIB:.1f} GiB beside parameters "
+            f"and patches, but {there_is / _GIB:.1f} GiB of the device's memory are free: encode "
+            "fewer images or frames at once"
+        )

@@ -1,0 +1,76 @@
+"""The first rows of a JAX array without a compilation for every number of rows.
+
+XLA's shapes are static: `array[:rows]` is a program of its own for each `rows`, and images of any
+size make any number. Through DLPack the same memory passes for an array of fewer rows.
+"""
+
+import ctypes
+from typing import Any
+
+import jax
+
+
+def first_rows(array: jax.Array, rows: int) -> jax.Array:
+    """Take the first rows of an array.
+
+    Args:
+        array: any shape of at least one axis; may be traced.
+        rows: from 1 to the array's own.
+
+    Returns:
+        `array[:rows]`. Of an array on one CPU or GPU it shares the memory, all of which lives as
+        long as the result does.
+    """
+    if rows == array.shape[0]:
+        return array
+    if isinstance(array, jax.core.Tracer) or not _is_on_one_cpu_or_gpu(array):
+        return array[:rows]
+    try:
+        return jax.dlpack.from_dlpack(_FirstRows(array, rows))
+    except BufferError:
+        return array[:rows]
+
+
+def _is_on_one_cpu_or_gpu(array: jax.Array) -> bool:
+    devices = array.devices()
+    return len(devices) == 1 and next(iter(devices)).platform in ("cpu", "gpu")
+
+
+class _FirstRows:
+    """Gives an array away by the DLPack protocol, with fewer rows than it has."""
+
+    def __init__(self, array: jax.Array, rows: int) -> None:
+        self._array = array
+        self._rows = rows
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
+        # Asked for no version, JAX gives what DLPack has had from its beginning.
+        capsule = self._array.__dlpack__(stream=stream)
+        if not _is_valid(capsule, b"dltensor"):
+            raise BufferError("JAX gave a capsule other than DLPack's 'dltensor'")
+        _DLTensor.from_address(_pointer(capsule, b"dltensor")).shape[0] = self._rows
+        return capsule
+
+
+class _DLTensor(ctypes.Structure):
+    """DLPack's stable C structure, at the start of what a capsule holds."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint8 * 4),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_is_valid.restype, _is_valid.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
