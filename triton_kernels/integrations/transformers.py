@@ -8,10 +8,12 @@ import inspect
 from collections.abc import Iterator
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from triton_kernels.checks import MAX_HEAD_DIM
 from triton_kernels.integrations.layers import (
+    ExactFrequencies,
     FusedAttention,
     FusedRMSNorm,
     PaddedLinear,
@@ -55,8 +57,9 @@ def accelerate(model: Model) -> Model:
 
     The attention of every layer becomes `fused_rope_attention_qkvpacked`; an MLP whose width shuts
     out the fast matrix kernels is stored wider, filled up with zeros (3420 as 3456), which changes
-    no result; RMSNorm becomes PyTorch's; and what depends on the image sizes alone is worked out
-    once per size, not on every call. Modules and parameters remain the objects that they are.
+    no result; RMSNorm becomes PyTorch's; rotary frequencies that were cast along with the model are
+    put right; and what depends on the image sizes alone is worked out once per size, not on every
+    call. Modules and parameters remain the objects that they are.
     `state_dict`, `load_state_dict` and `save_pretrained` keep the published shapes; the padded
     parameters themselves are wider, so accelerate before making an optimizer of them. On a CPU and
     for gradients, attention runs through the reference.
@@ -135,6 +138,8 @@ def _accelerate(towers: list[nn.Module]) -> list[nn.Module]:
                 block.attn.longest_window = window
         for _, norm in _rms_norms(tower):
             stand_in(norm, FusedRMSNorm)
+        if tower.rotary_pos_emb.inv_freq.dtype != torch.float32:
+            stand_in(tower.rotary_pos_emb, ExactFrequencies)
         for _, linear in _misaligned(tower):
             stand_in(linear, PaddedLinear)
         setattr(tower, _HOOK, tower.register_forward_pre_hook(plan_call, with_kwargs=True))
