@@ -6,13 +6,14 @@ from typing import Any
 from compare.console import number
 from compare.results import Results
 
-OURS = ("triton", "pallas", "torch", "flax")
+OURS = ("triton", "pallas", "torch", "flax", "accelerated", "accelerated, compiled")
 # Whom a peer's time is set against: ours of the same framework.
 _COUNTERPART = {
     ("kernels", "torch"): "triton",
     ("kernels", "jax"): "pallas",
     ("towers", "torch"): "torch",
     ("towers", "jax"): "flax",
+    ("integration", "torch"): "accelerated",
 }
 _PER_LAYER_ROWS = 9
 
@@ -54,7 +55,7 @@ def timing_table(results: Results, workloads: Sequence[str]) -> str:
     A cell holds the median and, for ours, the share of the floor, for a peer how many times longer
     than ours of the same framework it takes. Spread and error are the largest of the row.
     """
-    unit, scale = ("ms", 1e3) if results.part == "towers" else ("µs", 1.0)
+    unit, scale = ("µs", 1.0) if results.part == "kernels" else ("ms", 1e3)
     names = ranking(results, workloads)
     floors = [_first(results.of(workload), "floor_us") for workload in workloads]
     rows = [["floor", *(number(floor and floor / scale) for floor in floors), "", ""]]

@@ -9,7 +9,7 @@ from compare.errors import InputError, UnavailableError
 from compare.results import Results
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-PARTS = ("agreement", "kernels", "towers")
+PARTS = ("agreement", "kernels", "towers", "integration")
 
 _METHODS = {
     "kernels": "PyTorch's times are CUDA-graph replays, JAX's the profiler's sum of a call's "
@@ -17,11 +17,15 @@ _METHODS = {
     "the floor, or times as long as ours of the same framework. Spread: 90th - 10th percentile.",
     "towers": "Wall time of whole calls, inputs on the GPU. In brackets: share of the floor, or "
     "times as long as ours in PyTorch. Spread: 90th - 10th percentile.",
+    "integration": "Wall time of whole calls, inputs on the GPU; one seen size is planned once. "
+    "`accelerate(model)` as it is, and with every block compiled by torch.compile. In brackets: "
+    "share of the floor, or times as long as accelerated. Spread: 90th - 10th percentile.",
 }
 _TITLES = {
     "windows": "Windowed attention, one layer, RoPE included",
     "frames": "Whole-frame attention, one layer, RoPE included",
     "tower": "Whole tower, 32 layers",
+    "integration": "Hugging Face's tower, untouched and accelerated",
 }
 
 

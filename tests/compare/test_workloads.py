@@ -4,6 +4,7 @@ import pytest
 from compare.errors import InputError
 from compare.workloads import (
     DTYPES,
+    INTEGRATION_WORKLOADS,
     KERNEL_WORKLOADS,
     TOWER_WORKLOADS,
     KernelWorkload,
@@ -18,6 +19,7 @@ SIDES = (448, 672, 896, 1344)
 def test_names():
     assert list(KERNEL_WORKLOADS) == [f"{k}-{s}" for k in ("windows", "frames") for s in SIDES]
     assert list(TOWER_WORKLOADS) == [*(f"tower-{s}" for s in SIDES), "tower-video-16x448"]
+    assert list(INTEGRATION_WORKLOADS) == [f"integration-{s}" for s in SIDES]
 
 
 @pytest.mark.parametrize("side", SIDES)
