@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         parts,
         "integration",
         _run_integration,
-        "time Hugging Face's tower, untouched and accelerated",
+        "time Hugging Face's tower with and without accelerate",
     )
     for part in (kernels, towers, integration):
         part.add_argument(

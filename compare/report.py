@@ -17,7 +17,7 @@ _METHODS = {
     "the floor, or times as long as ours of the same framework. Spread: 90th - 10th percentile.",
     "towers": "Wall time of whole calls, inputs on the GPU. In brackets: share of the floor, or "
     "times as long as ours in PyTorch. Spread: 90th - 10th percentile.",
-    "integration": "Wall time of whole calls, inputs on the GPU; one seen size is planned once. "
+    "integration": "Wall time of whole calls, inputs on the GPU; the first call plans for a size. "
     "`accelerate(model)` as it is, and with every block compiled by torch.compile. In brackets: "
     "share of the floor, or times as long as accelerated. Spread: 90th - 10th percentile.",
 }

@@ -79,6 +79,7 @@ class FusedAttention(StandIn):
         *,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         longest_frame: int | None = None,
+        max_seqlen: int | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Attend within segments.
@@ -87,8 +88,9 @@ class FusedAttention(StandIn):
             hidden_states: [tokens, channels].
             cu_seqlens: [segments + 1] int32.
             position_embeddings: cos and sin, [tokens, head_dim], the second half like the first.
-            longest_frame: upper bound on a frame's tokens. None: read from cu_seqlens where the
-                layer attends within frames, which waits for the GPU.
+            longest_frame: upper bound on a frame's tokens, as planned for the call.
+            max_seqlen: upper bound on a segment's tokens, as Hugging Face has it in a call that was
+                not planned. Where neither is there, frames are measured, which waits for the GPU.
 
         Returns:
             [tokens, channels].
@@ -100,7 +102,7 @@ class FusedAttention(StandIn):
             cos,
             sin,
             cu_seqlens.to(hidden_states.device),
-            max_seqlen=self.longest_window or longest_frame,
+            max_seqlen=self.longest_window or longest_frame or max_seqlen,
             scale=self.scaling,
         )
         return self.proj(attended.view(tokens, -1))

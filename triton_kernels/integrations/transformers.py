@@ -44,9 +44,9 @@ TOWERS = (
     Qwen2_5_VisionTransformerPretrainedModel,
     Qwen3VLVisionModel,
 )
-# Of the attention's arguments: what ours reads, and what it may be handed and need not read.
-_READ = {"hidden_states", "cu_seqlens", "position_embeddings"}
-_IGNORED = {"rotary_pos_emb", "max_seqlen"}
+# Of the attention's arguments: what ours needs, and what it knows and can do without.
+_NEEDED = {"hidden_states", "cu_seqlens", "position_embeddings"}
+_KNOWN = _NEEDED | {"rotary_pos_emb", "max_seqlen"}
 _HOOK = "_fused_rope_attention_hook"
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -134,7 +134,7 @@ def _accelerate(towers: list[nn.Module]) -> list[nn.Module]:
         window = Geometry.of(tower).longest_window
         for index, block in enumerate(tower.blocks):
             stand_in(block.attn, FusedAttention)
-            if window is not None and index not in tower.config.fullatt_block_indexes:
+            if window is not None and index not in tower.fullatt_block_indexes:
                 block.attn.longest_window = window
         for _, norm in _rms_norms(tower):
             stand_in(norm, FusedRMSNorm)
@@ -199,11 +199,11 @@ def _check_signature(attention: type[nn.Module]) -> None:
     parameters = inspect.signature(attention.forward).parameters.values()
     further = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
     named = {p.name for p in parameters} - {"self", *further}
-    if not further or not _READ <= named <= _READ | _IGNORED:
+    if not further or not _NEEDED <= named <= _KNOWN:
         raise RuntimeError(
             f"{attention.__name__}.forward of transformers {transformers.__version__} must take "
-            f"{', '.join(sorted(_READ))}, at most {', '.join(sorted(_IGNORED))} and further "
-            f"keywords, got {inspect.signature(attention.forward)}"
+            f"{', '.join(sorted(_NEEDED))}, at most {', '.join(sorted(_KNOWN - _NEEDED))} beside "
+            f"them, and further keywords, got {inspect.signature(attention.forward)}"
         )
 
 
