@@ -130,3 +130,27 @@ def relative_error(result, reference):
     """||result - reference|| / ||reference||."""
     reference = reference.double()
     return ((result.double() - reference).norm() / reference.norm()).item()
+
+
+def snapshot(model):
+    """Everything that restore has to bring back, beside the bits of parameters and buffers."""
+    return {
+        name: (type(module), dict.fromkeys(vars(module)), len(module._forward_pre_hooks))
+        for name, module in model.named_modules()
+    }
+
+
+def bits_of(model):
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def assert_same_bits(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name
+
+
+def kinds_of(tower):
+    return {type(module).__name__.partition("_")[0] for module in tower.modules()}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integrations.hugging_face import CLASSES, make_tower
-from tests.integrations.test_transformers import bits_of, snapshot
+from tests.integrations.hugging_face import CLASSES, bits_of, make_tower, snapshot
+from triton_kernels.integrations import layers
 from triton_kernels.integrations.transformers import accelerate, accelerated, restore
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +126,23 @@ def test_an_error_leaves_every_bit():
     bits = bits_of(tower)
     with pytest.raises(TypeError, match="has to be padded"):
         accelerate(tower)
+    assert all(torch.equal(tensor, bits[name]) for name, tensor in bits_of(tower).items())
+
+
+def test_a_failure_midway_is_undone(monkeypatch):
+    tower = make_tower("qwen2_5")
+    before, bits, pad = snapshot(tower), bits_of(tower), layers._pad
+    remaining = iter([pad, pad, pad])  # the first layer's weight and bias, the second one's weight
+
+    def pad_until_memory_is_full(values, shape):
+        if (step := next(remaining, None)) is None:
+            raise torch.OutOfMemoryError("full")
+        return step(values, shape)
+
+    monkeypatch.setattr(layers, "_pad", pad_until_memory_is_full)
+    with pytest.raises(torch.OutOfMemoryError):
+        accelerate(tower)
+    assert snapshot(tower) == before
     assert all(torch.equal(tensor, bits[name]) for name, tensor in bits_of(tower).items())
 
 

@@ -130,20 +130,28 @@ def _accelerate(towers: list[nn.Module]) -> list[nn.Module]:
     towers = [tower for tower in towers if not hasattr(tower, _HOOK)]
     for tower in towers:
         _check(tower)
-    for tower in towers:
-        window = Geometry.of(tower).longest_window
-        for index, block in enumerate(tower.blocks):
-            stand_in(block.attn, FusedAttention)
-            if window is not None and index not in tower.fullatt_block_indexes:
-                block.attn.longest_window = window
-        for _, norm in _rms_norms(tower):
-            stand_in(norm, FusedRMSNorm)
-        if tower.rotary_pos_emb.inv_freq.dtype != torch.float32:
-            stand_in(tower.rotary_pos_emb, ExactFrequencies)
-        for _, linear in _misaligned(tower):
-            stand_in(linear, PaddedLinear)
-        setattr(tower, _HOOK, tower.register_forward_pre_hook(plan_call, with_kwargs=True))
+    try:
+        for tower in towers:
+            _change(tower)
+    except BaseException:  # no memory left for the padding, for instance
+        _restore(towers)
+        raise
     return towers
+
+
+def _change(tower: nn.Module) -> None:
+    window = Geometry.of(tower).longest_window
+    for index, block in enumerate(tower.blocks):
+        stand_in(block.attn, FusedAttention)
+        if window is not None and index not in tower.fullatt_block_indexes:
+            block.attn.longest_window = window
+    for _, norm in _rms_norms(tower):
+        stand_in(norm, FusedRMSNorm)
+    if tower.rotary_pos_emb.inv_freq.dtype != torch.float32:
+        stand_in(tower.rotary_pos_emb, ExactFrequencies)
+    for _, linear in _misaligned(tower):
+        stand_in(linear, PaddedLinear)
+    setattr(tower, _HOOK, tower.register_forward_pre_hook(plan_call, with_kwargs=True))
 
 
 def _restore(towers: list[nn.Module]) -> None:
