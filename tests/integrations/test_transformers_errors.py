@@ -60,9 +60,11 @@ def test_a_quantised_layer_that_need_not_be_padded():
 
 @pytest.fixture
 def mesh():
-    distributed = torch.distributed
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    yield init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()
 
 

@@ -60,14 +60,15 @@ def accelerate(model: Model) -> Model:
     no result; RMSNorm becomes PyTorch's; rotary frequencies that were cast along with the model are
     put right; and what depends on the image sizes alone is worked out once per size, not on every
     call. Modules and parameters remain the objects that they are.
+
     `state_dict`, `load_state_dict` and `save_pretrained` keep the published shapes; the padded
-    parameters themselves are wider, so accelerate before making an optimizer of them. On a CPU and
-    for gradients, attention runs through the reference.
+    parameters themselves are wider, so accelerate before making an optimizer of them. Attention
+    on a CPU and its backward pass anywhere run through the reference.
 
     Args:
         model: a Hugging Face Qwen2-VL, Qwen2.5-VL or Qwen3-VL model, with or without its head, or
-            its vision tower; any floating dtype, in training or not, on one device or several. One
-            that is accelerated already stays as it is.
+            its vision tower; bf16, fp16 or fp32, in training or not. One that is accelerated
+            already stays as it is. Casting it afterwards rounds the rotary frequencies too.
 
     Returns:
         `model` itself.
