@@ -16,7 +16,14 @@ from compare.markdown import OURS, family, ranking, timed
 from compare.results import Results
 
 _INK, _SOFT_INK, _PEER = "#1f2937", "#6b7280", "#cbd5e1"
-_COLOURS = {"triton": "#0f766e", "pallas": "#2563eb", "torch": "#0f766e", "flax": "#2563eb"}
+_COLOURS = {
+    "triton": "#0f766e",
+    "pallas": "#2563eb",
+    "torch": "#0f766e",
+    "flax": "#2563eb",
+    "accelerated": "#0f766e",
+    "accelerated, compiled": "#0f766e",
+}
 _STYLE = {
     "font.size": 9,
     "text.color": _INK,
@@ -34,12 +41,12 @@ def timing_chart(results: Results, workloads: Sequence[str], title: str, path: P
     Of peers that differ in the rotation alone, the faster stands for both.
 
     Args:
-        results: of kernels or towers.
+        results: of any part but agreement.
         workloads: panels, from left to right.
         title: what is timed.
         path: the SVG to write.
     """
-    unit, scale = ("ms", 1e3) if results.part == "towers" else ("µs", 1.0)
+    unit, scale = ("µs", 1.0) if results.part == "kernels" else ("ms", 1e3)
     names = _strongest(ranking(results, workloads))[::-1]
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(2.4 + 2.2 * len(workloads), 1.1 + 0.3 * len(names)))

@@ -71,7 +71,13 @@ def _parser() -> argparse.ArgumentParser:
             flag, action="append", choices=choices, help="this one only; may be given several times"
         )
     towers = _add_part(parts, "towers", _run_towers, "time the towers and Hugging Face's")
-    for part in (kernels, towers):
+    integration = _add_part(
+        parts,
+        "integration",
+        _run_integration,
+        "time Hugging Face's tower with and without accelerate",
+    )
+    for part in (kernels, towers, integration):
         part.add_argument(
             "--workload",
             action="append",
@@ -181,6 +187,18 @@ def _run_towers(options: argparse.Namespace) -> int:
     return AGREES
 
 
+def _run_integration(options: argparse.Namespace) -> int:
+    from compare.workloads import INTEGRATION_WORKLOADS, choose
+
+    workloads = choose(INTEGRATION_WORKLOADS, options.workload)
+    path = _prepare_benchmark("integration", options.json)
+    from compare.integration import bench_integration
+
+    records, ceilings = bench_integration(workloads)
+    _save(results.collect("integration", records, ceilings.to_json()), path)
+    return AGREES
+
+
 def _run_report(options: argparse.Namespace) -> int:
     from compare.report import update_readme, write_report
 
@@ -203,7 +221,7 @@ def _run_everything(options: argparse.Namespace) -> int:
         return status
     directory = options.results or results.DEFAULT_DIRECTORY
     status = AGREES
-    for part in ("agreement", "kernels", "towers"):
+    for part in ("agreement", "kernels", "towers", "integration"):
         path = results.default_path(part, environment.device_name(), directory)
         # A process of its own: peak memory counts from zero, and no part can spoil the next.
         command = [sys.executable, "-m", "compare", part, "--json", str(path)]

@@ -8,7 +8,7 @@ from compare.results import Results
 from compare.workloads import FRAMES_MIX, FRAMES_MIX_PARTS
 
 KERNELS = ("triton", "pallas")
-OURS = (*KERNELS, "torch", "flax")
+OURS = (*KERNELS, "torch", "flax", "accelerated", "accelerated, compiled")
 # Whole frames are held against these one by one.
 _FRAME_PEERS = tuple(f"in-place rope + {x}" for x in ("cuDNN SDPA", "FA2 varlen", "FA3 varlen"))
 # Whom a peer's time is set against: ours of the same framework.
@@ -17,6 +17,7 @@ _COUNTERPART = {
     ("kernels", "jax"): "pallas",
     ("towers", "torch"): "torch",
     ("towers", "jax"): "flax",
+    ("integration", "torch"): "accelerated",
 }
 _PER_LAYER_ROWS = 9
 
@@ -58,7 +59,7 @@ def timing_table(results: Results, workloads: Sequence[str]) -> str:
     A cell holds the median and, for ours, the share of the floor, for a peer how many times longer
     than ours of the same framework it takes. Spread and error are the largest of the row.
     """
-    unit, scale = ("ms", 1e3) if results.part == "towers" else ("µs", 1.0)
+    unit, scale = ("µs", 1.0) if results.part == "kernels" else ("ms", 1e3)
     names = ranking(results, workloads)
     floors = [_first(results.of(workload), "floor_us") for workload in workloads]
     rows = [["floor", *(number(floor and floor / scale) for floor in floors), "", ""]]

@@ -10,7 +10,7 @@ from compare.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.results import Results
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-PARTS = ("agreement", "kernels", "fusion", "towers")
+PARTS = ("agreement", "kernels", "fusion", "towers", "integration")
 
 _METHODS = {
     "kernels": "PyTorch's times are CUDA-graph replays, JAX's the profiler's sum of a call's "
@@ -20,6 +20,9 @@ _METHODS = {
     "Clocks as in the kernels' tables.",
     "towers": "Wall time of whole calls, inputs on the GPU. In brackets: share of the floor, or "
     "times as long as ours in PyTorch. Spread: 90th - 10th percentile.",
+    "integration": "Wall time of whole calls, inputs on the GPU; the first call plans for a size. "
+    "`accelerate(model)` as it is, and with every block compiled by torch.compile. In brackets: "
+    "share of the floor, or times as long as accelerated. Spread: 90th - 10th percentile.",
 }
 _TITLES = {
     "windows": "Windowed attention, one layer, RoPE included",
@@ -28,6 +31,7 @@ _TITLES = {
     "frames_other": "Whole-frame attention, other shapes",
     "rotate": "Rotation of Q and K as a pass of its own",
     "tower": "Whole tower, 32 layers",
+    "integration": "Hugging Face's tower, untouched and accelerated",
 }
 
 

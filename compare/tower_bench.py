@@ -38,16 +38,23 @@ _NAMED_KERNELS = 12  # the longest of a call, written to the result file by name
 Inputs = tuple[np.ndarray, np.ndarray]  # pixel_values, grid_thw
 
 
-def bench_towers(workloads: Sequence[TowerWorkload]) -> tuple[list[Record], Ceilings]:
+def bench_towers(
+    workloads: Sequence[TowerWorkload], towers: Sequence[TowerImplementation] | None = None
+) -> tuple[list[Record], Ceilings]:
     """Measure the GPU's ceilings and every tower on every workload; print the tables.
 
     Each tower is loaded alone, so that its peak memory is its own.
+
+    Args:
+        workloads: what to measure on.
+        towers: what to measure beside the yardstick; default our two and their peers.
 
     Returns:
         A record for each tower on each workload, and the ceilings.
     """
     ceilings = ceilings_module.measure()
     config = VisionConfig.qwen2_5_vl_7b()
+    towers = [*our_towers(), *peer_towers()] if towers is None else towers
     # From small to large, because JAX's peak memory only ever grows.
     workloads = sorted(workloads, key=lambda workload: workload.tokens)
     inputs = {workload.name: photographs.workload_input(workload) for workload in workloads}
@@ -58,7 +65,7 @@ def bench_towers(workloads: Sequence[TowerWorkload]) -> tuple[list[Record], Ceil
         yardstick = run.measure(hugging_face_sdpa(), limits=None)
         limits = {r.workload: r.relative_rms_error for r in yardstick if r.relative_rms_error}
         records = list(yardstick)
-        for implementation in progress([*our_towers(), *peer_towers()], "towers"):
+        for implementation in progress(towers, "towers"):
             records += run.measure(implementation, limits)
     by_workload = {
         workload.name: (

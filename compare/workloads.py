@@ -290,6 +290,11 @@ TOWER_WORKLOADS = {
     ]
 }
 
+INTEGRATION_WORKLOADS = {
+    workload.name: workload
+    for workload in [TowerWorkload(f"integration-{side}", side) for side in SIDES]
+}
+
 
 def choose(known: dict[str, Workload], names: list[str] | None) -> list[Workload]:
     """The named workloads in the table's order; all of them where no name is given.

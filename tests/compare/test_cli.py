@@ -74,13 +74,13 @@ def test_without_a_gpu_the_main_job_is_agreement(without_gpu, agreement, tmp_pat
     assert cli.main([]) == cli.DISAGREES
 
 
-@pytest.mark.parametrize("part", ["kernels", "fusion", "towers"])
+@pytest.mark.parametrize("part", ["kernels", "fusion", "towers", "integration"])
 def test_benchmarks_need_a_gpu(without_gpu, part, capsys):
     assert cli.main([part]) == cli.BAD_INPUT
     assert f"{part} measures on a CUDA GPU, and this machine has none" in sentence(capsys)
 
 
-@pytest.mark.parametrize("part", ["kernels", "towers"])
+@pytest.mark.parametrize("part", ["kernels", "towers", "integration"])
 def test_an_unknown_workload_is_named(part, capsys):
     assert cli.main([part, "--workload", "windows-7"]) == cli.BAD_INPUT
     assert "unknown workload 'windows-7'; known: " in sentence(capsys)

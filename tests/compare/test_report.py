@@ -27,7 +27,15 @@ def test_report_links_charts_that_are_there(directory):
     out = report.write_report(directory, directory / "report.md")
     text = out.read_text()
     folder = directory / "imaginary-gpu"
-    for chart in ("windows.svg", "frames.svg", "fusion.svg", "tower.svg", "layers.svg"):
+    charts = (
+        "windows.svg",
+        "frames.svg",
+        "fusion.svg",
+        "tower.svg",
+        "integration.svg",
+        "layers.svg",
+    )
+    for chart in charts:
         assert f"(imaginary-gpu/{chart})" in text
         assert ElementTree.parse(folder / chart).getroot().tag.endswith("svg")
     assert synthetic.DEVICE in text
@@ -78,6 +86,17 @@ def test_ratios():
     assert (
         ratios([r for r in records if r.implementation == synthetic.MISSING], ["windows-448"]) == ""
     )
+
+
+def test_integration_sets_hugging_face_against_the_accelerated_tower():
+    records = synthetic.timing_records(("integration",), synthetic.INTEGRATION)
+    measured = synthetic.as_results("integration", records)
+    lines = markdown.timing_table(measured, ["integration-448"]).splitlines()
+    assert lines[0].startswith("| integration | 448, ms |")
+    assert lines[3].startswith("| **accelerated** | **6** (0% of floor) |")
+    assert lines[4].startswith("| **accelerated, compiled** | **5** (0% of floor) |")
+    assert lines[5].startswith("| Hugging Face FA2 varlen | 17 (2.8 x) |")
+    assert lines[6].startswith("| Hugging Face SDPA | 31 (5.2 x) |")
 
 
 def test_twins_are_compared_by_one_clock():

@@ -1,5 +1,6 @@
 """Tower agreement and the tower benchmark, on a small tower without a GPU."""
 
+import functools
 import re
 from importlib import metadata
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ pytest.importorskip("sklearn")
 from compare import huggingface, peers_torch, timing, tower_agreement, tower_bench
 from compare.ceilings import Ceilings
 from compare.errors import UnavailableError
+from compare.integration import bench_integration
 from compare.metrics import relative_rms_error
 from compare.tower_agreement import check_towers
 from compare.towers import HuggingFaceTower, TowerImplementation
@@ -161,6 +163,24 @@ def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
         for name in ("Hugging Face FA2 varlen", "Hugging Face FA3 varlen"):
             record = by_name[workload.name, name]
             assert (record.median_us is None) == bool(record.note)
+
+
+def test_the_accelerated_tower_is_timed_beside_hugging_faces(benchmark_on_cpu, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(compile_without_code))
+    records, _ = bench_integration([TowerWorkload("integration-112", 112)])
+    by_name = {record.implementation: record for record in records}
+    for name in ("accelerated", "accelerated, compiled"):
+        assert by_name[name].passed
+        assert by_name[name].median_us > 0
+        assert by_name[name].error_limit == pytest.approx(
+            1.1 * by_name["Hugging Face SDPA"].relative_rms_error
+        )
+    assert {"Hugging Face FA2 varlen", "Hugging Face FA3 varlen"} < by_name.keys()
+
+
+def compile_without_code(module, **options):
+    """As Module.compile, on a backend that needs no compiler."""
+    module._compiled_call_impl = torch.compile(module._call_impl, backend="eager", **options)
 
 
 def test_a_wrong_tower_gets_no_time(benchmark_on_cpu, monkeypatch):

@@ -9,6 +9,7 @@ from compare.workloads import (
     DTYPES,
     FRAMES_MIX,
     FRAMES_MIX_PARTS,
+    INTEGRATION_WORKLOADS,
     KERNEL_WORKLOADS,
     TOWER_WORKLOADS,
     KernelWorkload,
@@ -28,6 +29,7 @@ def test_names():
         *(f"tower-{s}" for s in SIDES),
         *("tower-video-16x448", "tower-video-8x16x448", "tower-batch-32"),
     ]
+    assert list(INTEGRATION_WORKLOADS) == [f"integration-{s}" for s in SIDES]
 
 
 @pytest.mark.parametrize("side", SIDES)

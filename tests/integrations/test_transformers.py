@@ -1,0 +1,182 @@
+"""`accelerate` on Hugging Face's models: the same results, in fp32, in bf16 and compiled."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.integrations.hugging_face import (
+    CLASSES,
+    DEVICE,
+    GRIDS,
+    IMAGE_TOKEN,
+    VISION_START,
+    assert_same_bits,
+    bits_of,
+    kinds_of,
+    make_model,
+    make_tower,
+    random_inputs,
+    relative_error,
+    run,
+    tensors_of,
+)
+from triton_kernels import attention
+from triton_kernels.integrations import plan
+from triton_kernels.integrations.transformers import accelerate, restore
+
+every_family = pytest.mark.parametrize("family", CLASSES)
+FP32_TOLERANCE = 1e-5
+
+
+@every_family
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+def test_fp32_results_are_hugging_faces(family, grid):
+    tower = make_tower(family)
+    inputs = random_inputs(tower, grid)
+    with torch.no_grad():
+        expected = run(tower, *inputs)
+        assert accelerate(tower) is tower
+        results = run(tower, *inputs)
+    assert len(results) == len(expected)
+    for result, exact in zip(results, expected, strict=True):
+        assert relative_error(result, exact) < FP32_TOLERANCE
+
+
+@every_family
+def test_the_kernel_itself_in_a_tower(family, monkeypatch):
+    monkeypatch.setattr(attention, "_runs_kernel", lambda *_: True)  # interpreted where no GPU is
+    tower = make_tower(family)
+    inputs = random_inputs(tower, [(1, 4, 10), (2, 2, 2)])
+    with torch.no_grad():
+        expected, results = run(tower, *inputs), run(accelerate(tower), *inputs)
+    for result, exact in zip(results, expected, strict=True):
+        assert relative_error(result, exact) < FP32_TOLERANCE
+
+
+@every_family
+def test_bf16_is_no_further_from_fp32_than_hugging_faces(family, tmp_path):
+    exact_tower = make_tower(family)
+    inputs = random_inputs(exact_tower, [(1, 18, 20), (2, 6, 12)])
+    exact_tower.save_pretrained(tmp_path)
+    tower = type(exact_tower).from_pretrained(tmp_path, dtype=torch.bfloat16).eval().to(DEVICE)
+    with torch.no_grad():
+        exact, theirs = run(exact_tower, *inputs), run(tower, *inputs)
+        ours = run(accelerate(tower), *inputs)
+    for result, hugging_face, reference in zip(ours, theirs, exact, strict=True):
+        limit = 1.1 * relative_error(hugging_face, reference)
+        assert relative_error(result, reference) <= limit
+
+
+@every_family
+def test_angles_of_a_model_that_was_cast_are_exact_again(family):
+    tower = make_tower(family)
+    inputs = random_inputs(tower, [(1, 4, 120)])
+    exact = angles_of_a_call(tower, inputs)
+    bits = bits_of(tower.to(torch.bfloat16))
+    theirs = angles_of_a_call(tower, inputs)
+    ours = angles_of_a_call(accelerate(tower), inputs)
+    for result, hugging_face, reference in zip(ours, theirs, exact, strict=True):
+        assert (hugging_face - reference).abs().max() > 5e-3
+        assert torch.equal(result, reference)
+    assert_same_bits(bits_of(restore(tower)), bits)
+
+
+def angles_of_a_call(tower, inputs):
+    """cos and sin as the first layer is given them."""
+    given = []
+    hook = tower.blocks[0].attn.register_forward_pre_hook(
+        lambda _attention, _args, kwargs: given.extend(kwargs["position_embeddings"]),
+        with_kwargs=True,
+    )
+    with torch.no_grad():
+        tower(*inputs)
+    hook.remove()
+    return given
+
+
+def test_what_is_swapped():
+    layers = {"FusedAttention", "FusedRMSNorm", "PaddedLinear"}
+    assert kinds_of(accelerate(make_tower("qwen2_5"))) & layers == layers
+    for family in ("qwen2", "qwen3"):
+        assert kinds_of(accelerate(make_tower(family))) & layers == {"FusedAttention"}
+
+
+@pytest.mark.parametrize("part", ["whole", "inner", "tower"])
+def test_a_whole_model_its_inner_one_or_its_tower(part):
+    model = make_model()
+    tower = model.model.visual
+    given = {"whole": model, "inner": model.model, "tower": tower}[part]
+    assert accelerate(given) is given
+    assert "FusedAttention" in kinds_of(tower)
+    assert restore(given) is given
+    assert "FusedAttention" not in kinds_of(tower)
+
+
+def test_a_whole_models_logits():
+    model = make_model()
+    grid = [(1, 6, 10)]
+    patches, grid_thw = random_inputs(model.model.visual, grid)
+    tokens = torch.tensor([[1, VISION_START, *[IMAGE_TOKEN] * (6 * 10 // 4), 2, 3]], device=DEVICE)
+    call = {"input_ids": tokens, "pixel_values": patches, "image_grid_thw": grid_thw}
+    with torch.no_grad():
+        expected = model(**call).logits
+        changed = model(**{**call, "pixel_values": 1 - patches}).logits
+        result = accelerate(model)(**call).logits
+    assert relative_error(changed, expected) > 0.01, "the image must matter"
+    assert relative_error(result, expected) < FP32_TOLERANCE
+
+
+@every_family
+def test_a_size_is_planned_once(family):
+    tower = accelerate(make_tower(family))
+    plan._plan.cache_clear()
+    with torch.no_grad():
+        for seed in range(3):
+            tower(*random_inputs(tower, GRIDS["clip"], seed))
+        tower(*random_inputs(tower, GRIDS["image"]))
+    assert plan._plan.cache_info().misses == 2
+
+
+def test_a_block_can_be_called_alone():
+    tower = make_tower("qwen2_5")
+    hidden = torch.randn(40, 64, device=DEVICE)
+    angles = torch.rand(40, 8, device=DEVICE).repeat(1, 2)
+    call = {
+        "cu_seqlens": torch.tensor([0, 24, 40], dtype=torch.int32, device=DEVICE),
+        "position_embeddings": (angles.cos(), angles.sin()),
+    }
+    with torch.no_grad():
+        expected = [block(hidden, **call) for block in tower.blocks]
+        results = [block(hidden, **call) for block in accelerate(tower).blocks]
+    for result, exact in zip(results, expected, strict=True):
+        assert relative_error(result, exact) < FP32_TOLERANCE
+
+
+# Once for windows, and once for each power of two that bounds a frame: 256 and 128.
+@pytest.mark.parametrize(("family", "compilations"), [("qwen2_5", 3), ("qwen3", 2)])
+def test_blocks_compile_whole_and_seldom(family, compilations):
+    torch.compiler.reset()
+    tower = accelerate(make_tower(family))
+    grids = [[(1, 10, 14)], [(1, 6, 18), (2, 4, 10)], [(1, 12, 16), (1, 8, 8), (3, 4, 6)]]
+    inputs = [random_inputs(tower, grid) for grid in grids]
+    counter = CompileCounterWithBackend("eager")
+    with torch.inference_mode():  # elsewhere the first block, whose input is a view, differs
+        expected = [tensors_of(tower(*given))[0] for given in inputs]
+        for block in tower.blocks:
+            block.compile(fullgraph=True, dynamic=True, backend=counter)
+        results = [tensors_of(tower(*given))[0] for given in inputs]
+    for result, exact in zip(results, expected, strict=True):
+        assert relative_error(result, exact) < FP32_TOLERANCE
+    assert counter.frame_count <= compilations
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_5"])
+def test_a_compiled_tower(family):
+    torch.compiler.reset()
+    tower = accelerate(make_tower(family))
+    inputs = random_inputs(tower, GRIDS["several"])
+    with torch.no_grad():
+        expected = tensors_of(tower(*inputs))
+        results = tensors_of(torch.compile(tower, backend="aot_eager")(*inputs))
+    for result, exact in zip(results, expected, strict=True):
+        assert relative_error(result, exact) < FP32_TOLERANCE

@@ -1,0 +1,172 @@
+"""An accelerated model's weights: nothing is left behind, the published shapes, training."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from tests.integrations.hugging_face import (
+    CLASSES,
+    GRIDS,
+    assert_same_bits,
+    bits_of,
+    kinds_of,
+    make_model,
+    make_tower,
+    random_inputs,
+    relative_error,
+    run,
+    snapshot,
+    tensors_of,
+)
+from triton_kernels.integrations import plan
+from triton_kernels.integrations.transformers import accelerate, accelerated, restore
+
+every_family = pytest.mark.parametrize("family", CLASSES)
+
+
+@every_family
+def test_restore_is_exact(family):
+    tower = make_tower(family)
+    before, bits, parameters = snapshot(tower), bits_of(tower), list(tower.parameters())
+    inputs = random_inputs(tower, GRIDS["image"])
+    with torch.no_grad():
+        expected = run(tower, *inputs)
+        run(accelerate(tower), *inputs)
+        results = run(restore(tower), *inputs)
+    assert snapshot(tower) == before
+    assert_same_bits(bits_of(tower), bits)
+    assert all(p is q for p, q in zip(tower.parameters(), parameters, strict=True))
+    assert all(p.is_contiguous() for p in tower.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert snapshot(restore(tower)) == before
+
+
+def test_twice_is_once():
+    tower = make_tower("qwen2_5")
+    before = snapshot(tower)
+    once = snapshot(accelerate(tower))
+    assert snapshot(accelerate(tower)) == once
+    with accelerated(tower) as inner:
+        assert inner is tower
+    assert snapshot(tower) == once, "the block found it accelerated and must leave it so"
+    assert snapshot(restore(tower)) == before
+
+
+def test_the_block_undoes_itself_even_after_an_error():
+    tower = make_tower("qwen2_5")
+    before = snapshot(tower)
+    with pytest.raises(TypeError, match="grid_thw"), accelerated(tower):
+        tower(None)
+    assert snapshot(tower) == before
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_are_accelerated_and_restored_by_themselves(clone):
+    tower = make_tower("qwen2_5")
+    before, inputs = snapshot(tower), random_inputs(tower, GRIDS["several"])
+    twin = clone(accelerate(tower))
+    with torch.no_grad():
+        expected = run(tower, *inputs)
+        assert all(torch.equal(a, b) for a, b in zip(run(twin, *inputs), expected, strict=True))
+    assert snapshot(restore(twin)) == before
+    assert "FusedAttention" in kinds_of(tower)
+
+
+def test_state_dicts_have_the_published_shapes():
+    tower = make_tower("qwen2_5")
+    published = {name: tensor.clone() for name, tensor in tower.state_dict().items()}
+    accelerate(tower)
+    assert tower.blocks[0].mlp.down_proj.weight.shape == (64, 128)
+    state = tower.state_dict()
+    assert_same_bits(state, published)
+    assert all(tensor.is_contiguous() for tensor in state.values())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loads_a_published_state_dict(assign):
+    tower = accelerate(make_tower("qwen2_5"))
+    other = {name: 1 - tensor for name, tensor in tower.state_dict().items()}
+    given = {name: tensor.clone() for name, tensor in other.items()}
+    assert not any(tower.load_state_dict(given, assign=assign))
+    assert_same_bits(given, other)
+    assert_same_bits(tower.state_dict(), other)
+    inputs = random_inputs(tower, GRIDS["image"])
+    with torch.no_grad():
+        results = run(tower, *inputs)
+        expected = run(restore(tower), *inputs)
+    for result, exact in zip(results, expected, strict=True):
+        assert relative_error(result, exact) < 1e-5
+
+
+@pytest.mark.parametrize("width", [80, 128])
+def test_a_state_dict_of_another_width_is_refused(width):
+    tower = accelerate(make_tower("qwen2_5"))
+    name = "blocks.0.mlp.down_proj.weight"
+    state = tower.state_dict() | {name: torch.zeros(64, width)}
+    with pytest.raises(RuntimeError, match=rf"{name}.*\[64, {width}\].*\[64, 84\]"):
+        tower.load_state_dict(state)
+
+
+def test_save_pretrained_writes_the_published_checkpoint(tmp_path):
+    from safetensors.torch import load_file
+
+    model = make_model()
+    model.save_pretrained(tmp_path / "before")
+    accelerate(model).save_pretrained(tmp_path / "after")
+    saved = [load_file(tmp_path / name / "model.safetensors") for name in ("before", "after")]
+    assert_same_bits(saved[1], saved[0])
+    configs = [(tmp_path / name / "config.json").read_text() for name in ("before", "after")]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "checkpointing"), [*((family, False) for family in CLASSES), ("qwen2_5", True)]
+)
+def test_gradients_are_hugging_faces(family, checkpointing):
+    tower = make_tower(family).train()
+    if checkpointing:
+        # transformers renames it on the way to 6.
+        new = getattr(tower, "activation_checkpointing_enable", None)
+        (new or tower.gradient_checkpointing_enable)({"use_reentrant": False})
+    inputs = random_inputs(tower, GRIDS["several"])
+
+    def gradients():
+        tower.zero_grad()
+        tensors_of(tower(*inputs))[-1].square().mean().backward()
+        return {name: p.grad for name, p in tower.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    accelerate(tower)
+    with torch.inference_mode():  # what a call leaves behind must not spoil the next one's
+        plan._plan.cache_clear()
+        tower(*inputs)
+    gradients()
+    restore(tower)
+    results = {name: p.grad for name, p in tower.named_parameters() if p.grad is not None}
+    assert results.keys() == expected.keys()
+    for name, result in results.items():
+        assert relative_error(result, expected[name]) < 1e-4, name
+
+
+def test_training_keeps_the_padding_at_zero():
+    tower = accelerate(make_tower("qwen2_5").train())
+    optimizer = torch.optim.AdamW(tower.parameters(), lr=0.1, weight_decay=0.1)
+    before = tower.state_dict()
+    for _ in range(2):
+        optimizer.zero_grad()
+        tensors_of(tower(*random_inputs(tower, GRIDS["image"])))[-1].square().mean().backward()
+        optimizer.step()
+    mlp = tower.blocks[0].mlp
+    assert not torch.equal(mlp.down_proj.weight[:, :84], before["blocks.0.mlp.down_proj.weight"])
+    assert mlp.down_proj.weight[:, 84:].count_nonzero() == 0
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        assert linear.weight[84:].count_nonzero() == linear.bias[84:].count_nonzero() == 0
+
+
+def test_moves_and_casts_while_accelerated():
+    tower = make_tower("qwen2_5")
+    bits = bits_of(copy.deepcopy(tower).double())
+    accelerate(tower).double()
+    assert_same_bits(bits_of(restore(tower)), bits)
