@@ -59,7 +59,8 @@ def tuning_cases(kernels: tuple[str, ...]) -> list[Case]:
 def _window_cases() -> Iterator[Case]:
     for (head_dim, largest), length in itertools.product(_HEAD_DIMS, _WINDOWS):
         tries = [_fields(length, length, warps, 1) for warps in _WINDOW_WARPS[length]]
-        tries += [fields | {"maxnreg": registers} for fields in tries for registers in (96, 128)]
+        if length == 64:
+            tries.append(_fields(64, 64, 4, 1) | {"maxnreg": 128})
         workload = variant(segments(length), head_dim=head_dim)
         yield Case("window", largest, length, workload, "qk", tuple(tries))
 
