@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from compare.console import number
 from compare.fusion_table import Cell
-from compare.markdown import OURS, family, ranking, timed
+from compare.markdown import OURS, RecordDict, ranking, size, timed
 from compare.results import Results
 
 _INK, _SOFT_INK, _PEER = "#1f2937", "#6b7280", "#cbd5e1"
@@ -62,9 +62,9 @@ def timing_chart(results: Results, workloads: Sequence[str], title: str, path: P
         _save(figure, path)
 
 
-def layer_chart(results: Results, path: Path) -> None:
-    """How far each bf16 tower is from fp32 after every layer."""
-    records = [r for r in results.records if r.get("layer") is not None]
+def layer_chart(records: Sequence[RecordDict], title: str, path: Path) -> None:
+    """How far each of one family's bf16 towers is from fp32 after every layer."""
+    records = [r for r in records if r.get("layer") is not None]
     names = list(dict.fromkeys(record["implementation"] for record in records))
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(7, 3.2))
@@ -85,7 +85,7 @@ def layer_chart(results: Results, path: Path) -> None:
         _clean(axes)
         _label_ends(axes, sorted(ends))
         figure.suptitle(
-            "Relative RMS error of the bf16 towers against the fp32 Hugging Face tower",
+            f"{title}: relative RMS error of bf16 against Hugging Face's in fp32",
             x=0.01,
             ha="left",
             fontsize=11,
@@ -195,8 +195,8 @@ def _draw_bars(
 
 def _size(workload: str) -> str:
     """What tells a workload from others of its family: "448 px"."""
-    size = workload.removeprefix(family(workload) + "-")
-    return f"{size} px" if size.isdigit() else size
+    told = size(workload)
+    return f"{told} px" if told.isdigit() else told
 
 
 def _strongest(names: Sequence[str]) -> list[str]:

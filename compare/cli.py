@@ -176,7 +176,8 @@ def _run_tune(options: argparse.Namespace) -> int:
 
 
 def _run_towers(options: argparse.Namespace) -> int:
-    from compare.workloads import TOWER_WORKLOADS, choose
+    from compare.tower_workloads import TOWER_WORKLOADS
+    from compare.workloads import choose
 
     workloads = choose(TOWER_WORKLOADS, options.workload)
     path = _prepare_benchmark("towers", options.json)
@@ -188,7 +189,8 @@ def _run_towers(options: argparse.Namespace) -> int:
 
 
 def _run_integration(options: argparse.Namespace) -> int:
-    from compare.workloads import INTEGRATION_WORKLOADS, choose
+    from compare.tower_workloads import INTEGRATION_WORKLOADS
+    from compare.workloads import choose
 
     workloads = choose(INTEGRATION_WORKLOADS, options.workload)
     path = _prepare_benchmark("integration", options.json)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,20 @@ from flax_models import VisionConfig
 # unit norms and nearly uniform attention: dropping a bias or rotating wrongly would go unseen.
 _QK_GAIN = 1.5
 _RESIDUAL_GAIN = 0.5  # of the products that end in the residual stream, which grows slowly then
+_INTO_RESIDUAL = (
+    "attn.proj.weight",
+    "mlp.down_proj.weight",
+    "mlp.fc2.weight",
+    "mlp.linear_fc2.weight",
+)
 _VECTOR_STD = 0.2
+_POSITION_STD = 0.5  # about as large as the embedded patches that it is added to
+
+_CLASS_NAMES = {
+    "qwen2_vl": ("Qwen2VLVisionConfig", "Qwen2VisionTransformerPretrainedModel"),
+    "qwen2_5_vl": ("Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel"),
+    "qwen3_vl": ("Qwen3VLVisionConfig", "Qwen3VLVisionModel"),
+}
 
 _SHARD = "500MB"  # several files, as real checkpoints come
 
@@ -29,16 +43,8 @@ def random_checkpoint(directory: str | os.PathLike[str], config: VisionConfig) -
         directory: where to; made if missing.
         config: the tower's sizes.
     """
-    classes = _classes()
-    sizes = classes.config(
-        depth=config.depth,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        intermediate_size=config.intermediate_size,
-        out_hidden_size=config.out_hidden_size,
-        fullatt_block_indexes=list(config.fullatt_block_indexes),
-        window_size=config.window_size,
-    )
+    classes = vision_classes(config.model_type)
+    sizes = classes.config(**_values(config))
     device = torch_device()
     with device:
         model = classes.model(sizes)
@@ -65,7 +71,8 @@ def load(
     """
     if attention != "SDPA":
         varlen = load_varlen(attention)
-    model = _classes().model.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
+    classes = vision_classes(VisionConfig.from_pretrained(directory).model_type)
+    model = classes.model.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
     if attention != "SDPA":
         # The tower asks for "flash" in the name to hand over cu_seqlens. Set after loading, since
         # loading would look for the flash_attn package.
@@ -75,12 +82,21 @@ def load(
     return model.eval().to(torch_device())
 
 
-def encode(model: torch.nn.Module, pixel_values: Any, grid_thw: Any) -> torch.Tensor:
-    """Embeddings [tokens / 4, out_hidden_size] of patches [tokens, 1176] and grid [images, 3]."""
+def encode(model: torch.nn.Module, pixel_values: Any, grid_thw: Any) -> Any:
+    """Embeddings [tokens / 4, out_hidden_size] of patches [tokens, patch_dim] and grid [images, 3].
+
+    From a tower with DeepStack (embeddings, features), features a tuple as our towers return it.
+    """
     with torch.inference_mode():
         result = model(pixel_values, grid_thw)
-    # transformers 4 returns the embeddings alone.
-    return result if isinstance(result, torch.Tensor) else result.pooler_output
+    if isinstance(result, torch.Tensor):  # transformers 4, without DeepStack
+        return result
+    if isinstance(result, tuple):  # transformers 4
+        embeddings, features = result
+    else:
+        embeddings = result.pooler_output
+        features = getattr(result, "deepstack_features", None)
+    return (embeddings, tuple(features)) if features else embeddings
 
 
 def hidden_states(model: torch.nn.Module, pixel_values: Any, grid_thw: Any) -> list[torch.Tensor]:
@@ -111,26 +127,48 @@ def true_fp32() -> Iterator[None]:
         matmul.fp32_precision, convolution.fp32_precision = before
 
 
-class _Classes(NamedTuple):
+class VisionClasses(NamedTuple):
+    """A vision tower's classes in transformers."""
+
     config: Any
     model: Any
 
 
-def _classes() -> _Classes:
+def vision_classes(model_type: str) -> VisionClasses:
+    """The classes of a family's tower, by `VisionConfig.model_type`.
+
+    Raises:
+        UnavailableError: transformers is not installed, or too old for the family.
+    """
+    config, model = _CLASS_NAMES[model_type]
+    package = f"transformers.models.{model_type}"
     try:
-        from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl, modeling_qwen2_5_vl
         from transformers.utils import logging
+
+        found = VisionClasses(
+            getattr(import_module(f"{package}.configuration_{model_type}"), config),
+            getattr(import_module(f"{package}.modeling_{model_type}"), model),
+        )
     except ImportError as error:
         raise UnavailableError(
-            f"transformers with Qwen2.5-VL is not installed ({error}): "
+            f"transformers with {model_type} is not installed ({error}): "
             "pip install 'fused-rope-attention[compare]'"
         ) from None
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return _Classes(
-        configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig,
-        modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel,
-    )
+    return found
+
+
+def _values(config: VisionConfig) -> dict[str, Any]:
+    """What Hugging Face's configuration of a tower takes."""
+    keys = dict(config.family.config_keys)
+    values = {}
+    if keys.pop("mlp_ratio", None):
+        values["mlp_ratio"] = config.intermediate_size // config.hidden_size
+    if config.family.windows:
+        values["window_size"] = config.window_size
+        values["fullatt_block_indexes"] = list(config.fullatt_block_indexes)
+    return values | {theirs: getattr(config, ours) for ours, theirs in keys.items()}
 
 
 def _scaled(name: str, draw: torch.Tensor) -> torch.Tensor:
@@ -138,10 +176,12 @@ def _scaled(name: str, draw: torch.Tensor) -> torch.Tensor:
         return _VECTOR_STD * draw
     if draw.ndim == 1:
         return 1 + _VECTOR_STD * draw
+    if name == "pos_embed.weight":
+        return _POSITION_STD * draw
     weight = draw * draw[0].numel() ** -0.5
     if name.endswith("attn.qkv.weight"):
         weight[: len(weight) * 2 // 3] *= _QK_GAIN
-    if name.endswith(("attn.proj.weight", "down_proj.weight")):
+    if name.endswith(_INTO_RESIDUAL):
         weight *= _RESIDUAL_GAIN
     return weight
 

@@ -8,8 +8,8 @@ from compare import huggingface
 from compare.ceilings import Ceilings
 from compare.results import Record
 from compare.tower_bench import bench_towers
+from compare.tower_workloads import TowerWorkload
 from compare.towers import Directory, HuggingFaceTower, Tower, TowerImplementation, peer_towers
-from compare.workloads import TowerWorkload
 
 
 def bench_integration(workloads: Sequence[TowerWorkload]) -> tuple[list[Record], Ceilings]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from compare.console import number
 from compare.results import Results
+from compare.tower_workloads import TOWERS
 from compare.workloads import FRAMES_MIX, FRAMES_MIX_PARTS
 
 KERNELS = ("triton", "pallas")
@@ -25,8 +26,13 @@ RecordDict = dict[str, Any]
 
 
 def family(workload: str) -> str:
-    """The word before the first dash: "windows" of "windows-448"."""
-    return workload.partition("-")[0]
+    """What a workload's name says before its size: "windows" of "windows-448"."""
+    return _split(workload)[0]
+
+
+def size(workload: str) -> str:
+    """What tells a workload from others of its family: "video-16x448" of "tower-video-16x448"."""
+    return _split(workload)[1]
 
 
 def families(results: Results) -> dict[str, list[str]]:
@@ -71,7 +77,7 @@ def timing_table(results: Results, workloads: Sequence[str]) -> str:
         error = max(record["relative_rms_error"] for record in own)
         label = f"**{name}**" if name in OURS else name
         rows.append([label, *cells, f"{spread:.1%}", number(error)])
-    headings = [f"{workload.partition('-')[2]}, {unit}" for workload in workloads]
+    headings = [f"{size(workload)}, {unit}" for workload in workloads]
     return table([family(workloads[0]), *headings, "spread", "rel. RMS error"], rows)
 
 
@@ -82,7 +88,7 @@ def ratio_table(results: Results, workloads: Sequence[str]) -> str:
     to unfused pairs. The host's time, which a short kernel may be too short to hide, stands with
     them.
     """
-    headings = [workload.partition("-")[2] for workload in workloads]
+    headings = [size(workload) for workload in workloads]
     columns = [_ratios(results, workload) for workload in workloads]
     rows = [
         [name, *(column.get(name, "–") for column in columns)]
@@ -131,7 +137,7 @@ def rate_table(results: Results, workloads: Sequence[str]) -> str:
         rows.append([name, *map(_rates, records)])
     if all(set(row[1:]) == {"–"} for row in rows):
         return ""
-    headings = [workload.partition("-")[2] for workload in workloads]
+    headings = [size(workload) for workload in workloads]
     return table(["thousand tokens a second", *headings], rows)
 
 
@@ -153,7 +159,7 @@ def resource_table(results: Results, workloads: Sequence[str]) -> str:
             for record in records
         ]
         rows.append([name, *cells])
-    headings = [workload.partition("-")[2] for workload in workloads]
+    headings = [size(workload) for workload in workloads]
     return table(["first call, peak memory", *headings], rows)
 
 
@@ -167,19 +173,29 @@ def group_table(results: Results, workloads: Sequence[str]) -> str:
             groups = record["groups_us"]
             rest = record["median_us"] - record["profiler_us"]
             times = (*groups.values(), rest, record["floor_us"])
-            label = f"{name}, {workload.partition('-')[2]}"
+            label = f"{name}, {size(workload)}"
             rows.append([label, *(number(time / 1e3, 2) for time in times)])
     return table(["ms", *groups, "between kernels", "floor"], rows) if rows else ""
 
 
-def layer_table(results: Results) -> str:
-    """Error of each tower after some of its layers and at the end; empty if there is none."""
-    records = [r for r in results.records if family(r["workload"]) == "tower"]
+def layer_families(results: Results) -> dict[str, list[RecordDict]]:
+    """Records of towers that were compared layer by layer, by family."""
+    found: dict[str, list[RecordDict]] = {}
+    for record in results.records:
+        if family(record["workload"]) in TOWERS:
+            found.setdefault(family(record["workload"]), []).append(record)
+    return {
+        name: records
+        for name, records in found.items()
+        if any(record.get("layer") is not None for record in records)
+    }
+
+
+def layer_table(records: Sequence[RecordDict]) -> str:
+    """Error of each of one family's towers after some of its layers and at the end."""
     errors = {(r.get("layer"), r["implementation"]): r["relative_rms_error"] for r in records}
     names = list(dict.fromkeys(r["implementation"] for r in records))
     layers = sorted({layer for layer, _ in errors if layer is not None})
-    if not layers:
-        return ""
     step = max(1, len(layers) // (_PER_LAYER_ROWS - 1))
     rows = [
         [label, *(number(errors.get((layer, name))) for name in names)]
@@ -233,6 +249,13 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, the first column left and the others right aligned."""
     rule = ["---", *["---:"] * (len(headings) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rule, *rows])
+
+
+def _split(workload: str) -> tuple[str, str]:
+    # A family's name may hold a dash itself, as "qwen3-tower" does.
+    known = next((name for name in TOWERS if workload.startswith(f"{name}-")), None)
+    name = known or workload.partition("-")[0]
+    return name, workload.removeprefix(name).removeprefix("-")
 
 
 def _run(results: Results) -> str:

@@ -2,16 +2,14 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from PIL import Image
 
 from compare.errors import UnavailableError
-from compare.workloads import PATCH, TowerWorkload, Visual
-from flax_models import preprocess
-
-# Between what the smallest and the largest workload need, so that no side is changed.
-_PIXELS = {"min_pixels": 1, "max_pixels": 1 << 24}
+from compare.tower_workloads import TowerWorkload, Visual
+from flax_models import ImageConfig, VisionConfig, preprocess
 
 
 def photographs() -> list[Image.Image]:
@@ -29,14 +27,17 @@ def photographs() -> list[Image.Image]:
     return [Image.fromarray(pixels) for pixels in load_sample_images().images]
 
 
-def agreement_input(width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Both photographs in one call; their sides are no multiples of the window.
+def agreement_input(
+    config: VisionConfig, width: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both photographs in one call; their sides are no multiples of Qwen2.5-VL's window.
 
     Args:
+        config: of the tower that gets them.
         width: pixels to shrink the first to, the second to two thirds of it; None: as they are.
 
     Returns:
-        pixel_values fp32 [tokens, 1176] and grid_thw int64 [2, 3].
+        pixel_values fp32 [tokens, patch_dim] and grid_thw int64 [2, 3].
     """
     images = photographs()
     if width is not None:
@@ -45,21 +46,26 @@ def agreement_input(width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
             image.resize((w, w * image.height // image.width))
             for image, w in zip(images, widths, strict=True)
         ]
-    return preprocess(images, **_PIXELS)
+    return preprocess(images, _any_size(config))
 
 
 def workload_input(workload: TowerWorkload) -> tuple[np.ndarray, np.ndarray]:
     """The photographs in turn, cut and scaled to the workload's images; clips pan across them.
 
     Returns:
-        pixel_values fp32 [tokens, 1176] and grid_thw int64 [visuals, 3].
+        pixel_values fp32 [tokens, patch_dim] and grid_thw int64 [visuals, 3].
     """
     cut = zip(itertools.cycle(photographs()), workload.visuals, strict=False)
     inputs: Sequence = [_cut(image, visual) for image, visual in cut]
-    pixel_values, grid_thw = preprocess(inputs, **_PIXELS, patch_size=PATCH)
+    pixel_values, grid_thw = preprocess(inputs, _any_size(workload.config))
     if tuple(map(tuple, grid_thw.tolist())) != workload.grid_thw:
         raise ValueError(f"{workload.name} came out as grid {grid_thw.tolist()}")
     return pixel_values, grid_thw
+
+
+def _any_size(config: VisionConfig) -> ImageConfig:
+    """A family's settings, with limits so wide that no workload's side is changed."""
+    return replace(ImageConfig.of(config), min_pixels=1, max_pixels=1 << 24)
 
 
 def _cut(image: Image.Image, visual: Visual) -> Image.Image | list[Image.Image]:

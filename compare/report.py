@@ -30,7 +30,9 @@ _TITLES = {
     "windows_other": "Windowed attention, other shapes",
     "frames_other": "Whole-frame attention, other shapes",
     "rotate": "Rotation of Q and K as a pass of its own",
-    "tower": "Whole tower, 32 layers",
+    "tower": "Whole tower of Qwen2.5-VL 7B",
+    "qwen2-tower": "Whole tower of Qwen2-VL 7B",
+    "qwen3-tower": "Whole tower of Qwen3-VL 8B",
     "integration": "Hugging Face's tower, untouched and accelerated",
 }
 
@@ -122,8 +124,10 @@ def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) ->
 
 
 def _agreement(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
-    texts = [markdown.agreement_line(measured), markdown.layer_table(measured)]
-    yield "Agreement", "layers.svg", "\n\n".join(filter(None, texts))
+    yield "Agreement", None, markdown.agreement_line(measured)
+    for family, records in markdown.layer_families(measured).items():
+        title = f"{_title(family)}, layer by layer"
+        yield title, f"{family}-layers.svg", markdown.layer_table(records)
 
 
 def _fusion(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
@@ -157,8 +161,8 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
         ) from None
     for part, measured in parts.items():
         if part == "agreement":
-            if any(record.get("layer") is not None for record in measured.records):
-                charts.layer_chart(measured, folder / "layers.svg")
+            for family, records in markdown.layer_families(measured).items():
+                charts.layer_chart(records, _title(family), folder / f"{family}-layers.svg")
             continue
         if part == "fusion":
             if cells := cells_of(measured.records):

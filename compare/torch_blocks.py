@@ -1,16 +1,18 @@
-"""The layers of a Qwen2.5-VL vision tower in PyTorch, the twin of `flax_models.blocks`.
+"""The layers of the vision towers in PyTorch, the twin of `flax_models.blocks`.
 
-Every layer takes and returns [tokens, channels] in the tower's dtype. Parameters are named as
-`tower_weights` names them.
+What differs between families is `config.family`'s. Every layer takes and returns
+[tokens, channels] in the tower's dtype. Parameters are named as `tower_weights` names them.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from flax_models import VisionConfig
+from flax_models.layout import inverse_frequencies
 from triton_kernels import fused_rope_attention_qkvpacked
 
 
@@ -32,6 +34,21 @@ class Segments:
     implementation: str
 
 
+def rotary_angles(
+    config: VisionConfig, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`layout.rotary_angles` on the device: cos and sin, fp32 [tokens, head_dim / 2]."""
+    frequencies = _frequencies(config, positions.device)
+    angles = positions.float()[:, :, None] * frequencies  # [tokens, 2, head_dim / 4]
+    angles = angles.reshape(len(positions), -1)
+    return angles.cos(), angles.sin()
+
+
+@lru_cache(maxsize=32)
+def _frequencies(config: VisionConfig, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(inverse_frequencies(config)).to(device)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) x weight, in fp32 and rounded once."""
 
@@ -44,15 +61,46 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+_NORMS = {"rms": RMSNorm, "layer": nn.LayerNorm}
+
+
+def _norm(config: VisionConfig, features: int) -> nn.Module:
+    return _NORMS[config.family.norm](features, config.norm_eps)
+
+
 class PatchEmbed(nn.Module):
     """The convolution over patches, which do not overlap: one product with flattened patches."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.proj = nn.Linear(config.patch_dim, config.hidden_size, bias=False)
+        self.proj = nn.Linear(config.patch_dim, config.hidden_size, config.family.patch_bias)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         return self.proj(patches.to(self.proj.weight.dtype))
+
+
+class PositionTable(nn.Module):
+    """A square of learned embeddings, stretched over each frame, corners onto corners.
+
+    Between its entries it is interpolated bilinearly.
+    """
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.side = config.position_table_side
+        self.weight = nn.Parameter(torch.zeros(self.side**2, config.hidden_size))
+
+    def forward(self, positions: torch.Tensor, frame_sizes: torch.Tensor) -> torch.Tensor:
+        """Embeddings fp32 [tokens, hidden_size] of `Layout`'s arrays of these names."""
+        stretched = positions.float() * (self.side - 1) / (frame_sizes - 1).clamp(min=1)
+        floor = stretched.floor()
+        upper_share = stretched - floor
+        entries = torch.stack([floor, floor + 1], dim=-1).int()  # [tokens, axis, lower-upper]
+        row, column = entries.clamp(max=self.side - 1).unbind(dim=1)
+        shares = torch.stack([1 - upper_share, upper_share], dim=-1)
+        corners = (row[:, :, None] * self.side + column[:, None, :]).view(-1, 4)
+        weights = (shares[:, 0, :, None] * shares[:, 1, None, :]).view(-1, 4, 1)
+        return (self.weight[corners].float() * weights).sum(dim=1)
 
 
 class Attention(nn.Module):
@@ -78,7 +126,7 @@ class Attention(nn.Module):
         return self.proj(attended.view(tokens, -1))
 
 
-class MLP(nn.Module):
+class GatedMLP(nn.Module):
     """down(silu(gate(x)) x up(x)), gate and up in one product; widths as `tower_weights` pads."""
 
     def __init__(self, config: VisionConfig) -> None:
@@ -92,15 +140,35 @@ class MLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+_ACTIVATIONS = {
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))); widths as `tower_weights` pads."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        width = config.aligned_intermediate_size
+        self.activation = config.family.activation
+        self.up = nn.Linear(config.hidden_size, width)
+        self.down = nn.Linear(width, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(_ACTIVATIONS[self.activation](self.up(x)))
+
+
 class Block(nn.Module):
     """One layer: attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.norm1 = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm1 = _norm(config, config.hidden_size)
         self.attn = Attention(config)
-        self.norm2 = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.norm2 = _norm(config, config.hidden_size)
+        self.mlp = (GatedMLP if config.family.gated_mlp else MLP)(config)
 
     def forward(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
         x = x + self.attn(self.norm1(x), segments)
@@ -108,14 +176,19 @@ class Block(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """The tokens of each merge unit, which lie side by side, into one embedding."""
+    """The tokens of each merge unit, which lie side by side, into one embedding.
 
-    def __init__(self, config: VisionConfig) -> None:
+    The norm is each token's or, in DeepStack's mergers (`norm_merged`), the merge unit's.
+    """
+
+    def __init__(self, config: VisionConfig, norm_merged: bool = False) -> None:
         super().__init__()
         self.merged_size = config.merge_unit * config.hidden_size
-        self.ln_q = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.normed_size = self.merged_size if norm_merged else config.hidden_size
+        self.norm = _norm(config, self.normed_size)
         self.fc1 = nn.Linear(self.merged_size, self.merged_size)
         self.fc2 = nn.Linear(self.merged_size, config.out_hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(F.gelu(self.fc1(self.ln_q(x).view(-1, self.merged_size))))
+        normed = self.norm(x.view(-1, self.normed_size))
+        return self.fc2(F.gelu(self.fc1(normed.view(-1, self.merged_size))))

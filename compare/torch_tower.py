@@ -1,4 +1,4 @@
-"""The Qwen2.5-VL vision tower in PyTorch, the twin of `flax_models.tower`; inference only.
+"""The Qwen-VL vision towers in PyTorch, the twin of `flax_models.tower`; inference only.
 
 Built from the same arrays, with the same call. On a GPU `torch.compile` fuses what lies between the
 matrix products and the attention, and each bucket's pass is recorded once as a CUDA graph.
@@ -15,13 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compare.torch_blocks import Block, PatchEmbed, PatchMerger, Segments
+from compare.torch_blocks import (
+    Block,
+    PatchEmbed,
+    PatchMerger,
+    PositionTable,
+    Segments,
+    rotary_angles,
+)
 from compare.torch_device import as_tensor, find_device, free_memory
 from compare.torch_graphs import GraphCache, first_rows, layout_on_device, unflatten
 from flax_models import Layout, VisionConfig, choose_bucket, plan_layout, read_checkpoint
-from flax_models.layout import check_patches, inverse_frequencies
+from flax_models.layout import check_patches
 from flax_models.memory import check_memory
 from flax_models.weights import tower_weights
+
+# With DeepStack also the features of some blocks.
+Embeddings = torch.Tensor | tuple[torch.Tensor, tuple[torch.Tensor, ...]]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -57,8 +67,13 @@ class VisionTower(nn.Module):
         self.token_buckets = None if token_buckets is None else tuple(token_buckets)
         self.graphs: GraphCache | None = None
         self.patch_embed = PatchEmbed(config)
+        has_table = config.num_position_embeddings is not None
+        self.position_table = PositionTable(config) if has_table else None
         self.blocks = nn.ModuleList([Block(config) for _ in range(config.depth)])
         self.merger = PatchMerger(config)
+        self.deepstack_mergers = nn.ModuleList(
+            [PatchMerger(config, norm_merged=True) for _ in config.deepstack_visual_indexes]
+        )
         self.register_load_state_dict_post_hook(lambda tower, _: tower._forget_graphs())
 
     @property
@@ -71,7 +86,7 @@ class VisionTower(nn.Module):
         """Of parameters, activations and embeddings."""
         return self.patch_embed.proj.weight.dtype
 
-    def forward(self, pixel_values: Any, grid_thw: Any) -> torch.Tensor:
+    def forward(self, pixel_values: Any, grid_thw: Any) -> Embeddings:
         """Encode images and clips, all in one call.
 
         The first call of each bucket records a CUDA graph, where there are graphs. What is written
@@ -87,7 +102,9 @@ class VisionTower(nn.Module):
         Returns:
             Embeddings [tokens / merge_unit, out_hidden_size] in `dtype` on `device`, in Hugging
             Face's order: image after image, in each frame after frame, in each row after row of
-            merge units.
+            merge units. A tower with DeepStack, Qwen3-VL's, returns (embeddings, features): in a
+            tuple the features of each block of `deepstack_visual_indexes`, of the embeddings'
+            shape and order.
 
         Raises:
             ValueError: a bad grid, more tokens than the largest bucket, or `pixel_values` that do
@@ -182,7 +199,8 @@ def load_vision_tower(
         token_buckets: padded token counts that calls choose from. None: a ladder that pads little
             and records seldom, see `choose_bucket`.
         compile: have `torch.compile` fuse what lies between the matrix products and the attention
-            of a block. The first call compiles for every image size to come. None: on a GPU.
+            of a block, and the interpolation of positions. The first call compiles for every image
+            size to come. None: on a GPU.
         cuda_graphs: record a CUDA graph for each bucket in use, the last 16 of them. None: on a
             GPU.
         progress: show progress on standard error. None: only where that is a terminal.
@@ -205,8 +223,9 @@ def load_vision_tower(
     parameters = {name: as_tensor(weight).to(target, dtype) for name, weight in weights.items()}
     tower.load_state_dict(parameters, assign=True)
     if on_gpu if compile is None else compile:
-        for block in tower.blocks:
-            block.compile(dynamic=True)
+        for part in (*tower.blocks, tower.position_table):
+            if part is not None:
+                part.compile(dynamic=True)
     if on_gpu if cuda_graphs is None else cuda_graphs:
         tower.graphs = GraphCache()
     return tower.requires_grad_(False).eval()
@@ -222,7 +241,7 @@ def layout_tensors(layout: Layout, device: torch.device) -> Layout:
 
 
 @torch.no_grad()
-def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> torch.Tensor:
+def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Embeddings:
     """Encode patches: what a call does after `VisionTower.prepare`, on the device alone.
 
     Args:
@@ -235,14 +254,19 @@ def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> to
     Returns:
         Embeddings [tokens / merge_unit, out_hidden_size] in the tower's dtype, in Hugging Face's
         order. Of a padded layout the first `layout.num_merged` rows are the images', the others
-        mean nothing.
+        mean nothing. With DeepStack (embeddings, features) as from a call.
 
     Raises:
         ValueError: `pixel_values` have another shape than the layout asks for.
     """
-    for hidden in _block_outputs(tower, pixel_values, layout):  # noqa: B007
-        pass
-    return tower.merger(hidden)[layout.output_order]
+    indexes = tower.config.deepstack_visual_indexes
+    features = []
+    for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
+        if index in indexes:
+            merger = tower.deepstack_mergers[indexes.index(index)]
+            features.append(merger(hidden)[layout.output_order])
+    embeddings = tower.merger(hidden)[layout.output_order]
+    return (embeddings, tuple(features)) if indexes else embeddings
 
 
 def _block_outputs(
@@ -256,7 +280,7 @@ def _block_outputs(
             f"pixel_values must have the layout's shape {list(expected)}, "
             f"got {list(pixel_values.shape)}"
         )
-    cos, sin = _rotary_angles(config, layout.positions)
+    cos, sin = rotary_angles(config, layout.positions)
     of_implementation = functools.partial(
         Segments, cos=cos, sin=sin, implementation=tower.implementation
     )
@@ -266,9 +290,9 @@ def _block_outputs(
     frames = of_implementation(
         cu_seqlens=layout.cu_frame_seqlens, max_seqlen=_frame_bound(layout.max_frame_seqlen)
     )
-    hidden = tower.patch_embed(pixel_values[layout.window_order])
+    hidden = _embed(tower, pixel_values, layout)
     for index, block in enumerate(tower.blocks):
-        segments = frames if index in config.fullatt_block_indexes else windows
+        segments = frames if config.sees_frames(index) else windows
         hidden = block(hidden, segments)
         yield hidden
 
@@ -278,19 +302,13 @@ def _frame_bound(tokens: int) -> int:
     return max(_FRAME_BOUND, 1 << (tokens - 1).bit_length())
 
 
-def _rotary_angles(
-    config: VisionConfig, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`layout.rotary_angles` on the device: cos and sin, fp32 [tokens, head_dim / 2]."""
-    frequencies = _frequencies(config, positions.device)
-    angles = positions.float()[:, :, None] * frequencies  # [tokens, 2, head_dim / 4]
-    angles = angles.reshape(len(positions), -1)
-    return angles.cos(), angles.sin()
-
-
-@functools.lru_cache(maxsize=32)
-def _frequencies(config: VisionConfig, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(inverse_frequencies(config)).to(device)
+def _embed(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What the first block gets, [tokens, hidden_size] in window order."""
+    hidden = tower.patch_embed(pixel_values[layout.window_order])
+    if tower.position_table is None:
+        return hidden
+    learned = tower.position_table(layout.positions, layout.frame_sizes)
+    return (hidden + learned).to(hidden.dtype)  # in fp32, rounded once
 
 
 def _check_patches(config: VisionConfig, pixel_values: Any, layout: Layout) -> torch.Tensor:

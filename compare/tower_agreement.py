@@ -1,7 +1,7 @@
 """Do the towers agree with Hugging Face's, after every layer and at the end?"""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from compare.environment import has_gpu
 from compare.errors import one_line
 from compare.metrics import relative_rms_error, tower_verdict
 from compare.results import Record
+from compare.tower_workloads import TOWERS
 from compare.towers import (
     Directory,
     HuggingFaceTower,
@@ -23,17 +24,36 @@ from compare.towers import (
 )
 from flax_models import VisionConfig
 
-WORKLOAD = "tower-photographs"
-
-# As the real towers are built, small enough for a CPU: two heads of 80, windows and frames.
-SMALL_CONFIG = VisionConfig(
-    depth=4,
-    hidden_size=160,
-    num_heads=2,
-    intermediate_size=342,
-    out_hidden_size=192,
-    fullatt_block_indexes=(1, 3),
-)
+# As the real towers are built, small enough for a CPU: two heads of their head_dim, windows and
+# frames where there are both, DeepStack features of a block in the middle.
+SMALL_TOWERS = {
+    "tower": VisionConfig(
+        depth=4,
+        hidden_size=160,
+        num_heads=2,
+        intermediate_size=342,
+        out_hidden_size=192,
+        fullatt_block_indexes=(1, 3),
+    ),
+    "qwen2-tower": VisionConfig.of(
+        "qwen2_vl",
+        depth=4,
+        hidden_size=160,
+        num_heads=2,
+        intermediate_size=640,
+        out_hidden_size=192,
+    ),
+    "qwen3-tower": VisionConfig.of(
+        "qwen3_vl",
+        depth=4,
+        hidden_size=144,
+        num_heads=2,
+        intermediate_size=538,
+        out_hidden_size=192,
+        num_position_embeddings=144,
+        deepstack_visual_indexes=(1,),
+    ),
+}
 Inputs = tuple[np.ndarray, np.ndarray]  # pixel_values, grid_thw
 _SMALL_WIDTH = 252  # pixels of the first photograph where the tower is small
 
@@ -41,41 +61,53 @@ _SMALL_WIDTH = 252  # pixels of the first photograph where the tower is small
 def check_towers(
     towers: Sequence[TowerImplementation] | None = None, *, small: bool | None = None
 ) -> list[Record]:
-    """Hold the towers to the tower rule on real photographs and print the table.
+    """Hold the towers of every family to the tower rule on real photographs; print the tables.
 
     Args:
         towers: default our two.
-        small: a small tower and small photographs instead of Qwen2.5-VL 7B's sizes; default: where
-            there is no GPU.
+        small: small towers and small photographs instead of real sizes; default: where there is no
+            GPU.
 
     Returns:
-        A record for each layer of each tower, and one with `layer` None for the embeddings.
+        A record for each layer of each tower, and one with `layer` None for the embeddings, which
+        DeepStack's features count among.
     """
     small = not has_gpu() if small is None else small
-    config = SMALL_CONFIG if small else VisionConfig.qwen2_5_vl_7b()
-    inputs = photographs.agreement_input(_SMALL_WIDTH if small else None)
-    say(
-        f"Tower agreement: {config.depth} layers of width {config.hidden_size}, "
-        f"{len(inputs[0])} patches of two photographs"
-    )
+    towers = our_towers() if towers is None else towers
+    records = []
+    for name, config in (SMALL_TOWERS if small else TOWERS).items():
+        inputs = photographs.agreement_input(config, _SMALL_WIDTH if small else None)
+        say(
+            f"Agreement of {name}: {config.depth} layers of width {config.hidden_size}, "
+            f"{len(inputs[0])} patches of two photographs"
+        )
+        of_family = _check_family(f"{name}-photographs", config, inputs, towers)
+        _print(of_family)
+        records += of_family
+    return records
+
+
+def _check_family(
+    workload: str, config: VisionConfig, inputs: Inputs, towers: Sequence[TowerImplementation]
+) -> list[Record]:
     yardstick = hugging_face_sdpa()
     with tempfile.TemporaryDirectory() as directory:
         huggingface.random_checkpoint(directory, config)
         exact = _exact_states(directory, inputs)
         limits = _errors(yardstick, directory, inputs, exact)
-        records = [_record(yardstick, layer, error) for layer, error in _numbered(limits)]
-        for tower in progress(our_towers() if towers is None else towers, "tower agreement"):
+        records = _records(workload, yardstick, limits)
+        for tower in progress(towers, "tower agreement"):
             try:
                 errors = _errors(tower, directory, inputs, exact)
             except Exception as error:  # a tower that fails is a result: the other still counts
-                failed = Record(WORKLOAD, tower.name, passed=False, note=one_line(error))
+                failed = Record(workload, tower.name, passed=False, note=one_line(error))
                 records.append(failed)
                 continue
-            for (layer, error), limit in zip(_numbered(errors), limits, strict=True):
-                verdict = tower_verdict(error, limit)
-                judged = {"error_limit": verdict.limit, "passed": verdict.passed}
-                records.append(replace(_record(tower, layer, error), **judged))
-    _print(records)
+            verdicts = map(tower_verdict, errors, limits)
+            records += [
+                replace(record, error_limit=verdict.limit, passed=verdict.passed)
+                for record, verdict in zip(_records(workload, tower, errors), verdicts, strict=True)
+            ]
     return records
 
 
@@ -103,19 +135,16 @@ def _errors(
     return errors
 
 
-def _numbered(errors: Sequence[float]) -> Iterator[tuple[int | None, float]]:
-    """Each error with its layer; the last one is the embeddings', of no layer."""
-    return zip([*range(len(errors) - 1), None], errors, strict=True)
-
-
-def _record(implementation: TowerImplementation, layer: int | None, error: float) -> Record:
-    return Record(
-        WORKLOAD,
-        implementation.name,
-        relative_rms_error=error,
-        dtype="bfloat16",
-        layer=layer,
-    )
+def _records(
+    workload: str, implementation: TowerImplementation, errors: Sequence[float]
+) -> list[Record]:
+    """A record for each error with its layer; the last one is the embeddings', of no layer."""
+    return [
+        Record(
+            workload, implementation.name, relative_rms_error=error, dtype="bfloat16", layer=layer
+        )
+        for layer, error in zip([*range(len(errors) - 1), None], errors, strict=True)
+    ]
 
 
 def _print(records: Sequence[Record]) -> None:
@@ -131,7 +160,7 @@ def _print(records: Sequence[Record]) -> None:
         for layer in layers
     ]
     print_table(
-        "Tower agreement (bf16; relative RMS error against the fp32 Hugging Face tower)",
+        f"{records[0].workload} (bf16; relative RMS error against the fp32 Hugging Face tower)",
         ("after", *names),
         rows,
     )

@@ -18,6 +18,7 @@ from compare.metrics import relative_rms_error, tower_verdict
 from compare.profiling import Profile, profile
 from compare.results import Record
 from compare.timing import time_wall
+from compare.tower_workloads import TowerWorkload
 from compare.towers import (
     Directory,
     HuggingFaceTower,
@@ -28,7 +29,6 @@ from compare.towers import (
     our_towers,
     peer_towers,
 )
-from compare.workloads import TowerWorkload
 from flax_models import VisionConfig
 
 _WARM_UP = 3
@@ -53,13 +53,29 @@ def bench_towers(
         A record for each tower on each workload, and the ceilings.
     """
     ceilings = ceilings_module.measure()
-    config = VisionConfig.qwen2_5_vl_7b()
     towers = [*our_towers(), *peer_towers()] if towers is None else towers
+    records = []
+    for config in dict.fromkeys(workload.config for workload in workloads):
+        of_config = [workload for workload in workloads if workload.config == config]
+        records += _bench_config(config, of_config, towers, ceilings)
+    return records, ceilings
+
+
+def _bench_config(
+    config: VisionConfig,
+    workloads: Sequence[TowerWorkload],
+    towers: Sequence[TowerImplementation],
+    ceilings: Ceilings,
+) -> list[Record]:
+    """Every implementation of one family's tower on its workloads."""
     # From small to large, because JAX's peak memory only ever grows.
     workloads = sorted(workloads, key=lambda workload: workload.tokens)
     inputs = {workload.name: photographs.workload_input(workload) for workload in workloads}
     with tempfile.TemporaryDirectory() as directory:
-        say(f"Writing a random checkpoint of {config.depth} layers, then its fp32 embeddings")
+        say(
+            f"Writing a random {config.model_type} checkpoint of {config.depth} layers, "
+            "then its fp32 embeddings"
+        )
         huggingface.random_checkpoint(directory, config)
         run = _Run(directory, workloads, inputs, _exact_embeddings(directory, inputs))
         yardstick = run.measure(hugging_face_sdpa(), limits=None)
@@ -70,21 +86,24 @@ def bench_towers(
     by_workload = {
         workload.name: (
             workload,
-            ceilings.tower_floor_us(workload.bytes_moved(config), workload.matrix_flops(config)),
+            ceilings.tower_floor_us(workload.bytes_moved, workload.matrix_flops),
         )
         for workload in workloads
     }
     records = [_with_rates(record, *by_workload[record.workload]) for record in records]
     for workload in workloads:
         _print(workload, [record for record in records if record.workload == workload.name])
-    return records, ceilings
+    return records
 
 
 def _exact_embeddings(directory: Directory, inputs: dict[str, Inputs]) -> dict[str, torch.Tensor]:
     with huggingface.true_fp32():
         tower = HuggingFaceTower(huggingface.load(directory, torch.float32))
         # Kept on the host: the peak memory of a tower is to be its own.
-        exact = {name: tower.encode(*tower.put(*arrays)).cpu() for name, arrays in inputs.items()}
+        exact = {
+            name: tower.tensor(tower.encode(*tower.put(*arrays))).cpu()
+            for name, arrays in inputs.items()
+        }
     del tower
     free_memory()
     return exact

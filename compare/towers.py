@@ -19,7 +19,7 @@ _MIB = 1 << 20
 
 
 class Tower(ABC):
-    """A loaded tower. Patches are fp32 [tokens, 1176], grids [images, 3] integers."""
+    """A loaded tower. Patches are fp32 [tokens, patch_dim], grids [images, 3] integers."""
 
     framework: str
 
@@ -29,14 +29,22 @@ class Tower(ABC):
 
     @abstractmethod
     def encode(self, pixel_values: Any, grid_thw: Any) -> Any:
-        """One call: embeddings [tokens / 4, out_hidden_size] in the framework's array."""
+        """One call: embeddings [tokens / 4, out_hidden_size] in the framework's array.
+
+        With DeepStack (embeddings, features), features a tuple of such arrays.
+        """
 
     @abstractmethod
-    def wait(self, embeddings: Any) -> None:
+    def wait(self, result: Any) -> None:
         """Wait until a call's result is there."""
 
+    def tensor(self, result: Any) -> torch.Tensor:
+        """A call's result on torch_device(); DeepStack's features in columns beside the rest."""
+        embeddings, features = result if isinstance(result, tuple) else (result, ())
+        return torch.cat([self._tensor(rows) for rows in (embeddings, *features)], dim=1)
+
     @abstractmethod
-    def tensor(self, embeddings: Any) -> torch.Tensor:
+    def _tensor(self, array: Any) -> torch.Tensor:
         """An array of the framework as a tensor on torch_device()."""
 
     @abstractmethod
@@ -46,7 +54,7 @@ class Tower(ABC):
     def states(self, pixel_values: Any, grid_thw: Any) -> Iterator[torch.Tensor]:
         """The state after each block, then the embeddings of a call, all as tensors."""
         for hidden in self.hidden_states(pixel_values, grid_thw):
-            yield self.tensor(hidden)
+            yield self._tensor(hidden)
         yield self.tensor(self.encode(pixel_values, grid_thw))
 
     @abstractmethod
@@ -67,15 +75,15 @@ class _TorchTower(Tower):
     def put(self, pixel_values: np.ndarray, grid_thw: np.ndarray) -> tuple[Any, Any]:
         return torch.tensor(pixel_values, device=torch_device()), grid_thw
 
-    def encode(self, pixel_values: Any, grid_thw: Any) -> torch.Tensor:
+    def encode(self, pixel_values: Any, grid_thw: Any) -> Any:
         return self.model(pixel_values, grid_thw)
 
-    def wait(self, embeddings: torch.Tensor) -> None:
-        if embeddings.is_cuda:
+    def wait(self, result: Any) -> None:
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def tensor(self, embeddings: torch.Tensor) -> torch.Tensor:
-        return embeddings
+    def _tensor(self, array: torch.Tensor) -> torch.Tensor:
+        return array
 
     def hidden_states(self, pixel_values: Any, grid_thw: Any) -> Iterator[torch.Tensor]:
         return self.model.hidden_states(pixel_values, grid_thw)
@@ -95,7 +103,7 @@ class HuggingFaceTower(_TorchTower):
         device = torch_device()
         return torch.tensor(pixel_values, device=device), torch.tensor(grid_thw, device=device)
 
-    def encode(self, pixel_values: Any, grid_thw: Any) -> torch.Tensor:
+    def encode(self, pixel_values: Any, grid_thw: Any) -> Any:
         return huggingface.encode(self.model, pixel_values, grid_thw)
 
     def hidden_states(self, pixel_values: Any, grid_thw: Any) -> Iterator[torch.Tensor]:
@@ -107,6 +115,7 @@ class _JaxTower(Tower):
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self._peak_before = 0
 
     def put(self, pixel_values: np.ndarray, grid_thw: np.ndarray) -> tuple[Any, Any]:
         import jax
@@ -116,24 +125,31 @@ class _JaxTower(Tower):
     def encode(self, pixel_values: Any, grid_thw: Any) -> Any:
         return self.model(pixel_values, grid_thw)
 
-    def wait(self, embeddings: Any) -> None:
-        embeddings.block_until_ready()
+    def wait(self, result: Any) -> None:
+        import jax
 
-    def tensor(self, embeddings: Any) -> torch.Tensor:
-        return from_jax(embeddings)
+        jax.block_until_ready(result)
+
+    def _tensor(self, array: Any) -> torch.Tensor:
+        return from_jax(array)
 
     def hidden_states(self, pixel_values: Any, grid_thw: Any) -> Iterator[Any]:
         return self.model.hidden_states(pixel_values, grid_thw)
 
     def reset_peak_memory(self) -> None:
         """JAX's peak is that of the process: measure from the smallest workload to the largest."""
+        self._peak_before = self._peak() or 0
 
     def peak_memory_mib(self) -> float | None:
+        peak = self._peak()
+        # A peak that did not grow was another call's, perhaps another tower's.
+        return peak / _MIB if peak is not None and peak > self._peak_before else None
+
+    @staticmethod
+    def _peak() -> int | None:
         import jax
 
-        statistics = jax.devices()[0].memory_stats() or {}
-        peak = statistics.get("peak_bytes_in_use")
-        return None if peak is None else peak / _MIB
+        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
 """The named workloads: agreement, benchmarks and tuning all take their shapes from here.
 
-A kernel workload is one call of the attention operation, a tower workload one call of a whole
-tower. Sizes in names are pixels a side of square images: `windows-896` is what a windowed layer
-sees of one 896 x 896 image. `tower-video-8x16x448` is eight clips of 16 frames in one call.
+A kernel workload is one call of the attention operation; those of whole towers are in
+`tower_workloads`. Sizes in names are pixels a side of square images: `windows-896` is what a
+windowed layer of Qwen2.5-VL sees of one 896 x 896 image.
 """
 
-import itertools
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -125,80 +124,8 @@ class KernelWorkload:
         return VisionConfig(hidden_size=self.heads * self.rotated_dims, num_heads=self.heads)
 
 
-@dataclass(frozen=True)
-class Visual:
-    """An image, or a clip of some frames; height and width in pixels."""
-
-    height: int
-    width: int
-    frames: int = 1
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """(t, h, w) in patches; a temporal patch is two frames, an image counts as two."""
-        return max(1, self.frames // 2), self.height // PATCH, self.width // PATCH
-
-
-@dataclass(frozen=True)
-class TowerWorkload:
-    """One call of a whole tower on photographs, or clips made from one."""
-
-    name: str
-    visuals: tuple[Visual, ...]
-
-    @property
-    def grid_thw(self) -> Grid:
-        """(t, h, w) of each visual."""
-        return tuple(visual.grid for visual in self.visuals)
-
-    @property
-    def frames(self) -> int:
-        """Frames of all clips; 0 where there are only images."""
-        return sum(visual.frames for visual in self.visuals if visual.frames > 1)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the call, before merging."""
-        return int(sum(t * h * w for t, h, w in self.grid_thw))
-
-    def bytes_moved(self, config: VisionConfig) -> int:
-        """Fewest bytes of the windowed layers' attention, all of them together."""
-        windowed = config.depth - _full_layers(config)
-        return windowed * self._attention(config, "windows").bytes_moved
-
-    def matrix_flops(self, config: VisionConfig) -> int:
-        """Operations of every matrix product and of the full-attention layers' attention."""
-        hidden = config.hidden_size
-        merged = hidden * config.merge_unit
-        layer = 2 * self.tokens * hidden * (4 * hidden + 3 * config.intermediate_size)
-        patch_embed = 2 * self.tokens * config.patch_dim * hidden
-        merger = 2 * (self.tokens // config.merge_unit) * merged * (merged + config.out_hidden_size)
-        attention = _full_layers(config) * self._attention(config, "frames").matrix_flops
-        return config.depth * layer + patch_embed + merger + attention
-
-    def _attention(self, config: VisionConfig, kind: Kind) -> KernelWorkload:
-        return KernelWorkload(
-            f"{self.name} {kind}", kind, self.grid_thw, config.num_heads, config.head_dim
-        )
-
-
-def _full_layers(config: VisionConfig) -> int:
-    return sum(index < config.depth for index in set(config.fullatt_block_indexes))
-
-
 def _square(side: int) -> Grid:
     return ((1, side // PATCH, side // PATCH),)
-
-
-def _mixed_images(count: int, smallest: int, largest: int) -> tuple[Visual, ...]:
-    """Images whose long sides grow evenly, in turn of the shapes that photographs have."""
-    unit = 2 * PATCH
-    long_sides = np.linspace(smallest, largest, count)
-    shapes = itertools.cycle([(3, 4), (2, 3), (1, 1), (9, 16), (4, 3), (3, 2), (16, 9)])
-    return tuple(
-        Visual(*(unit * round(side * part / max(shape) / unit) for part in shape))
-        for side, shape in zip(long_sides.tolist(), shapes, strict=False)
-    )
 
 
 _KINDS: tuple[Kind, ...] = ("windows", "frames")
@@ -278,22 +205,6 @@ def segments(length: int) -> KernelWorkload:
     """As many segments of one length, a key of SEGMENT_FRAMES, as fit into 9,216 tokens."""
     frame = (1, *SEGMENT_FRAMES[length])
     return KernelWorkload(f"segments-{length}", "frames", (frame,) * (9216 // length))
-
-
-TOWER_WORKLOADS = {
-    workload.name: workload
-    for workload in [
-        *(TowerWorkload(f"tower-{side}", (Visual(side, side),)) for side in SIDES),
-        TowerWorkload("tower-video-16x448", (Visual(448, 448, frames=16),)),
-        TowerWorkload("tower-video-8x16x448", (Visual(448, 448, frames=16),) * 8),
-        TowerWorkload("tower-batch-32", _mixed_images(32, 224, 1344)),
-    ]
-}
-
-INTEGRATION_WORKLOADS = {
-    workload.name: workload
-    for workload in [TowerWorkload(f"integration-{side}", side) for side in SIDES]
-}
 
 
 def choose(known: dict[str, Workload], names: list[str] | None) -> list[Workload]:

@@ -10,12 +10,14 @@ from flax_models.buckets import Bucket, choose_bucket
 from flax_models.checkpoint import read_checkpoint
 from flax_models.config import VisionConfig
 from flax_models.errors import CheckpointError, ImageError
+from flax_models.image_config import ImageConfig
 from flax_models.images import preprocess
 from flax_models.layout import Layout, plan_layout, rotary_angles
 
 __all__ = [
     "Bucket",
     "CheckpointError",
+    "ImageConfig",
     "ImageError",
     "Layout",
     "VisionConfig",

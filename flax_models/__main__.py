@@ -1,6 +1,7 @@
 """`python -m flax_models`: embeddings of image files by a checkpoint's vision tower."""
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -13,17 +14,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors.numpy import save
 
 import flax_models
-from flax_models import ImageError, VisionConfig, preprocess
+from flax_models import ImageConfig, ImageError, preprocess
 
 _DESCRIPTION = """\
-Compute the embeddings that a Qwen2.5-VL vision tower makes of image files, as the language model
-would receive them.
+Compute the embeddings that a vision tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL makes of image files,
+as the language model would receive them.
 
 FILE gets, for image number i of the command line, the array "embeddings_<i>", fp32
-[tokens, out_hidden_size], row after row of the image's merged patches (28 x 28 pixels in the
-published towers); "grid_thw", int64 [images, 3], each image's temporal patches, rows and columns of
-patches; and the images' names: in .npz as the array "images", in .safetensors as the JSON list
-"images" of the metadata. FILE appears only when it is complete.
+[tokens, out_hidden_size], row after row of the image's merged patches (28 x 28 pixels, in Qwen3-VL
+32 x 32), and from Qwen3-VL also "deepstack_<i>", fp32 [features, tokens, out_hidden_size];
+"grid_thw", int64 [images, 3], each image's temporal patches, rows and columns of patches; and the
+images' names: in .npz as the array "images", in .safetensors as the JSON list "images" of the
+metadata. FILE appears only when it is complete.
 """
 
 
@@ -43,13 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tower = flax_models.load_vision_tower(
             options.checkpoint, options.dtype, device=options.device
         )
-        embeddings, grid_thw = _encode_images(tower, options)
-        _write(options.out, embeddings, grid_thw, [str(path) for path in options.images])
+        image_config = _image_config(options)
+        arrays = _encode_images(tower, image_config, options)
+        _write(options.out, arrays, [str(path) for path in options.images])
     except (ValueError, OSError, ImportError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
-    tokens = sum(map(len, embeddings))
-    images = f"{len(embeddings)} image" + "s" * (len(embeddings) > 1)
+    tokens = sum(len(rows) for name, rows in arrays.items() if name.startswith("embeddings_"))
+    images = f"{len(options.images)} image" + "s" * (len(options.images) > 1)
     print(f"wrote {tokens:,} embeddings of {images} to {options.out}")
     return 0
 
@@ -83,16 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--min-pixels",
         type=_positive,
-        default=56 * 56,
         metavar="N",
-        help="enlarge smaller images (default: %(default)s)",
+        help="enlarge smaller images (default: what the checkpoint says, else its family)",
     )
     parser.add_argument(
         "--max-pixels",
         type=_positive,
-        default=28 * 28 * 1280,
         metavar="N",
-        help="shrink larger images (default: %(default)s; a preprocessor_config.json is not read)",
+        help="shrink larger images (default: what the checkpoint says, else its family)",
     )
     parser.add_argument(
         "--batch-tokens",
@@ -129,12 +130,20 @@ def _check_files(images: Sequence[Path], out: Path) -> None:
         raise ValueError(f"--out is a directory: {out}")
 
 
+def _image_config(options: argparse.Namespace) -> ImageConfig:
+    """The checkpoint's settings with the limits of the command line."""
+    limits = {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    return dataclasses.replace(ImageConfig.from_pretrained(options.checkpoint), **given)
+
+
 def _encode_images(
-    tower: "flax_models.VisionTower", options: argparse.Namespace
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """Encode every image: a list of fp32 [tokens, out_hidden_size], and grid_thw [images, 3]."""
+    tower: "flax_models.VisionTower", image_config: ImageConfig, options: argparse.Namespace
+) -> dict[str, np.ndarray]:
+    """Encode every image: the file's arrays by their names."""
     columns = (TextColumn("encoding images"), BarColumn(), MofNCompleteColumn())
     embeddings: list[np.ndarray] = []
+    deepstack: list[np.ndarray] = []
     grids = []
     with Progress(
         *columns,
@@ -143,23 +152,31 @@ def _encode_images(
         disable=not sys.stderr.isatty(),
     ) as progress:
         task = progress.add_task("", total=len(options.images))
-        for pixel_values, grid_thw in _batches(tower.config, options):
-            merged = np.asarray(tower(pixel_values, grid_thw), np.float32)
+        for pixel_values, grid_thw in _batches(image_config, options):
+            result = tower(pixel_values, grid_thw)
+            rows, features = result if isinstance(result, tuple) else (result, ())
             ends = np.cumsum(grid_thw.prod(axis=1)) // tower.config.merge_unit
-            embeddings += np.split(merged, ends[:-1])
+            embeddings += np.split(np.asarray(rows, np.float32), ends[:-1])
+            if features:
+                stacked = np.stack([np.asarray(feature, np.float32) for feature in features])
+                deepstack += np.split(stacked, ends[:-1], axis=1)
             grids.append(grid_thw)
             progress.advance(task, len(grid_thw))
-    return embeddings, np.concatenate(grids)
+    return {
+        **{f"embeddings_{number}": rows for number, rows in enumerate(embeddings)},
+        **{f"deepstack_{number}": features for number, features in enumerate(deepstack)},
+        "grid_thw": np.concatenate(grids),
+    }
 
 
 def _batches(
-    config: VisionConfig, options: argparse.Namespace
+    image_config: ImageConfig, options: argparse.Namespace
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Preprocess the images and gather neighbours; yield pixel_values and grid_thw of each call."""
     batch: list[tuple[np.ndarray, np.ndarray]] = []
     tokens = 0
     for path in options.images:
-        image = _preprocess(config, path, options)
+        image = _preprocess(path, image_config)
         if batch and tokens + len(image[0]) > options.batch_tokens:
             yield _concatenate(batch)
             batch, tokens = [], 0
@@ -173,37 +190,29 @@ def _concatenate(batch: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray
     return np.concatenate(pixel_values), np.concatenate(grid_thw)
 
 
-def _preprocess(
-    config: VisionConfig, path: Path, options: argparse.Namespace
-) -> tuple[np.ndarray, np.ndarray]:
+def _preprocess(path: Path, image_config: ImageConfig) -> tuple[np.ndarray, np.ndarray]:
     try:
-        return preprocess(
-            path,
-            min_pixels=options.min_pixels,
-            max_pixels=options.max_pixels,
-            patch_size=config.patch_size,
-            temporal_patch_size=config.temporal_patch_size,
-            merge_size=config.spatial_merge_size,
-        )
+        return preprocess(path, image_config)
     except ImageError as error:
         # An image is "image 0" to `preprocess`, which sees one at a time and not always its path.
         raise ImageError(f"{path}: {error}") from None
 
 
-def _write(out: Path, embeddings: list[np.ndarray], grid_thw: np.ndarray, names: list[str]) -> None:
+def _write(out: Path, arrays: dict[str, np.ndarray], names: list[str]) -> None:
     """Write the file beside its place first: nobody ever finds half a file there."""
-    arrays = {f"embeddings_{number}": array for number, array in enumerate(embeddings)}
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
     try:
-        _WRITERS[out.suffix](unfinished, {**arrays, "grid_thw": grid_thw}, names)
+        _WRITERS[out.suffix](unfinished, arrays, names)
         os.replace(unfinished, out)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
 def _write_safetensors(path: Path, arrays: dict[str, np.ndarray], names: list[str]) -> None:
+    # Of a part of an array, such as an image's rows, safetensors would write the wrong memory.
+    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     with path.open("xb") as file:  # given a path, safetensors makes a file only its owner can read
-        file.write(save(arrays, metadata={"images": json.dumps(names)}))
+        file.write(save(whole, metadata={"images": json.dumps(names)}))
 
 
 def _write_npz(path: Path, arrays: dict[str, np.ndarray], names: list[str]) -> None:

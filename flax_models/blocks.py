@@ -1,4 +1,4 @@
-"""The layers of a Qwen2.5-VL vision tower in Flax NNX.
+"""The layers of the vision towers in Flax NNX; what differs between families is `config.family`'s.
 
 Every layer takes and returns [tokens, channels] in the tower's dtype; sums and activations within
 it are fp32. Parameters have the names of `tower_weights` and placeholder values until they are
@@ -6,13 +6,15 @@ loaded.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from flax_models.config import VisionConfig
+from flax_models.layout import inverse_frequencies
 from pallas_kernels import fused_rope_attention_qkvpacked
 
 
@@ -33,6 +35,14 @@ class Segments:
     cu_seqlens: jax.Array
     max_seqlen: int = field(metadata={"static": True})
     implementation: str = field(metadata={"static": True})
+
+
+def rotary_angles(config: VisionConfig, positions: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """`layout.rotary_angles` on the device: cos and sin, fp32 [tokens, head_dim / 2]."""
+    positions = jnp.asarray(positions).astype(jnp.float32)
+    angles = positions[:, :, None] * inverse_frequencies(config)  # [tokens, 2, head_dim / 4]
+    angles = angles.reshape(len(positions), -1)
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 class Linear(nnx.Module):
@@ -68,14 +78,63 @@ class RMSNorm(nnx.Module):
         return (normed * self.weight[...].astype(jnp.float32)).astype(x.dtype)
 
 
+class LayerNorm(nnx.Module):
+    """(x - mean(x)) / std(x) x weight + bias."""
+
+    def __init__(self, features: int, eps: float, dtype: DTypeLike) -> None:
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((features,), dtype))
+        self.bias = nnx.Param(jnp.zeros((features,), dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(variance + self.eps)
+        weight, bias = (p[...].astype(jnp.float32) for p in (self.weight, self.bias))
+        return (normed * weight + bias).astype(x.dtype)
+
+
+_NORMS = {"rms": RMSNorm, "layer": LayerNorm}
+
+
+def _norm(config: VisionConfig, features: int, dtype: DTypeLike) -> nnx.Module:
+    return _NORMS[config.family.norm](features, config.norm_eps, dtype)
+
+
 class PatchEmbed(nnx.Module):
     """The convolution over patches, which do not overlap: one product with flattened patches."""
 
     def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
-        self.proj = Linear(config.patch_dim, config.hidden_size, dtype, use_bias=False)
+        bias = config.family.patch_bias
+        self.proj = Linear(config.patch_dim, config.hidden_size, dtype, use_bias=bias)
 
     def __call__(self, patches: jax.Array) -> jax.Array:
         return self.proj(patches.astype(self.proj.weight.dtype))
+
+
+class PositionTable(nnx.Module):
+    """A square of learned embeddings, stretched over each frame, corners onto corners.
+
+    Between its entries it is interpolated bilinearly.
+    """
+
+    def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
+        self.side = config.position_table_side
+        self.weight = nnx.Param(jnp.zeros((self.side**2, config.hidden_size), dtype))
+
+    def __call__(self, positions: jax.Array, frame_sizes: jax.Array) -> jax.Array:
+        """Embeddings fp32 [tokens, hidden_size] of `Layout`'s arrays of these names."""
+        stretched = jnp.asarray(positions).astype(jnp.float32) * (self.side - 1)
+        stretched /= jnp.maximum(frame_sizes - 1, 1)
+        floor = jnp.floor(stretched)
+        upper_share = stretched - floor
+        entries = floor.astype(jnp.int32)[..., None] + jnp.arange(2)  # [tokens, axis, lower-upper]
+        row, column = jnp.unstack(jnp.minimum(entries, self.side - 1), axis=1)
+        shares = jnp.stack([1 - upper_share, upper_share], axis=-1)
+        corners = (row[:, :, None] * self.side + column[:, None, :]).reshape(-1, 4)
+        weights = (shares[:, 0, :, None] * shares[:, 1, None, :]).reshape(-1, 4, 1)
+        return (self.weight[...][corners].astype(jnp.float32) * weights).sum(axis=1)
 
 
 class Attention(nnx.Module):
@@ -100,7 +159,7 @@ class Attention(nnx.Module):
         return self.proj(attended.reshape(tokens, -1))
 
 
-class MLP(nnx.Module):
+class GatedMLP(nnx.Module):
     """down(silu(gate(x)) x up(x)), gate and up in one product; widths as `tower_weights` pads."""
 
     def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
@@ -113,14 +172,34 @@ class MLP(nnx.Module):
         return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
 
 
+_ACTIVATIONS = {
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
+class MLP(nnx.Module):
+    """down(activation(up(x))); widths as `tower_weights` pads."""
+
+    def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
+        width = config.aligned_intermediate_size
+        self.activation = config.family.activation
+        self.up = Linear(config.hidden_size, width, dtype)
+        self.down = Linear(width, config.hidden_size, dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        activate = _ACTIVATIONS[self.activation]
+        return self.down(activate(self.up(x).astype(jnp.float32)).astype(x.dtype))
+
+
 class Block(nnx.Module):
     """One layer: attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
-        self.norm1 = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.norm1 = _norm(config, config.hidden_size, dtype)
         self.attn = Attention(config, dtype)
-        self.norm2 = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = MLP(config, dtype)
+        self.norm2 = _norm(config, config.hidden_size, dtype)
+        self.mlp = (GatedMLP if config.family.gated_mlp else MLP)(config, dtype)
 
     def __call__(self, x: jax.Array, segments: Segments) -> jax.Array:
         x += self.attn(self.norm1(x), segments)
@@ -129,14 +208,19 @@ class Block(nnx.Module):
 
 
 class PatchMerger(nnx.Module):
-    """The tokens of each merge unit, which lie side by side, into one embedding."""
+    """The tokens of each merge unit, which lie side by side, into one embedding.
 
-    def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
+    The norm is each token's or, in DeepStack's mergers (`norm_merged`), the merge unit's.
+    """
+
+    def __init__(self, config: VisionConfig, dtype: DTypeLike, norm_merged: bool = False) -> None:
         self.merged_size = config.merge_unit * config.hidden_size
-        self.ln_q = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.normed_size = self.merged_size if norm_merged else config.hidden_size
+        self.norm = _norm(config, self.normed_size, dtype)
         self.fc1 = Linear(self.merged_size, self.merged_size, dtype)
         self.fc2 = Linear(self.merged_size, config.out_hidden_size, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = self.fc1(self.ln_q(x).reshape(-1, self.merged_size)).astype(jnp.float32)
+        normed = self.norm(x.reshape(-1, self.normed_size))
+        wide = self.fc1(normed.reshape(-1, self.merged_size)).astype(jnp.float32)
         return self.fc2(jax.nn.gelu(wide, approximate=False).astype(x.dtype))

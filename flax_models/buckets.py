@@ -16,11 +16,14 @@ from flax_models.grid import MAX_TOKENS, as_grid, count_frames, count_tokens, co
 
 # Steps that keep padding near a tenth for photographs of any size, in 15 buckets: wide where a call
 # takes next to no time, narrow where one image lands. Images of 448, 672, 896 and 1344 px a side
-# (1,024, 2,304, 4,096 and 9,216 tokens) and 16 frames of 448 px (8,192) fit without padding.
+# (1,024, 2,304, 4,096 and 9,216 tokens) and 16 frames of 448 px (8,192) fit without padding. Rungs
+# count patches of 14 px; of larger patches they hold as many pixels, so that the same images fit.
 _LADDER = (
     *(256, 640, 1024, 1536, 2304, 3072, 4096),
     *(5120, 6144, 7168, 8192, 9216, 12288, 16384, 20480),
 )
+
+_LADDER_PATCH = 14
 
 # Attention within whole frames gets no benefit from a tighter bound below this many tokens.
 _FRAME_TOKENS = 1 << 15
@@ -83,7 +86,7 @@ def _choose_bucket(
     grid = np.frombuffer(grid_bytes, dtype=np.int64).reshape(-1, 3)
     needed = count_tokens(grid)
     if token_buckets is None:
-        whole_units = -(-_ladder_tokens(needed) // config.merge_unit)
+        whole_units = -(-_ladder_tokens(config, needed) // config.merge_unit)
         return bucket_of_tokens(config, grid, whole_units * config.merge_unit)
     tokens = min((size for size in token_buckets if size >= needed), default=None)
     if tokens is None:
@@ -115,11 +118,13 @@ def bucket_of_tokens(config: VisionConfig, grid: np.ndarray, tokens: int) -> Buc
         raise ValueError(f"cannot pad {needed:,} tokens to {tokens:,}")
     # No segment is smaller than a merge unit, so neither count can pass this.
     most = tokens // config.merge_unit
-    whole_windows = tokens // config.max_window_seqlen
+    usual_frames = tokens // 1024 + 8
+    # Every frame is a window where a tower has no windows of its own.
+    usual_windows = max(2 * (tokens // config.max_window_seqlen) + 8, usual_frames)
     return Bucket(
         tokens=tokens,
-        windows=_roomy(2 * whole_windows + 8, count_windows(config, grid), most),
-        frames=_roomy(tokens // 1024 + 8, count_frames(grid), most),
+        windows=_roomy(usual_windows, count_windows(config, grid), most),
+        frames=_roomy(usual_frames, count_frames(grid), most),
         frame_tokens=_roomy(_FRAME_TOKENS, int(grid[:, 1:].prod(axis=1).max()), tokens),
     )
 
@@ -131,9 +136,11 @@ def _roomy(usual: int, needed: int, most: int) -> int:
     return min(usual, most)
 
 
-def _ladder_tokens(needed: int) -> int:
+def _ladder_tokens(config: VisionConfig, needed: int) -> int:
     """The smallest rung that holds `needed` tokens; past the ladder, eight rungs to a doubling."""
-    for tokens in _LADDER:
+    patch = max(config.patch_size, _LADDER_PATCH)
+    for rung in _LADDER:
+        tokens = -(-rung * _LADDER_PATCH**2 // patch**2)
         if tokens >= needed:
             return tokens
     step = 1 << ((needed - 1).bit_length() - 4)

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from flax_models.config import VisionConfig
 from flax_models.errors import CheckpointError
+from flax_models.families import Family
 
 __all__ = ["CheckpointError", "expected_tensors", "read_checkpoint"]
 
@@ -28,7 +29,7 @@ _INDEX_FILE = "model.safetensors.index.json"
 # How the tower's tensors are named in a tower alone, in a whole model as published, and in one
 # whose names are those of the modules of newer libraries.
 _PREFIXES = ("", "visual.", "model.visual.")
-_TOP_LEVEL = ("patch_embed.", "blocks.", "merger.")
+_TOP_LEVEL = ("patch_embed.", "blocks.", "merger.", "pos_embed.", "deepstack_merger_list.")
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' names, NumPy's
 
@@ -39,27 +40,38 @@ def expected_tensors(config: VisionConfig) -> dict[str, tuple[int, ...]]:
     Linear layers are [out_features, in_features]; the patch embedding is
     [hidden_size, in_channels, temporal_patch_size, patch_size, patch_size].
     """
-    hidden, mlp = config.hidden_size, config.intermediate_size
+    family, hidden, mlp = config.family, config.hidden_size, config.intermediate_size
     patch = (config.temporal_patch_size, config.patch_size, config.patch_size)
     shapes: dict[str, tuple[int, ...]] = {
         "patch_embed.proj.weight": (hidden, config.in_channels, *patch)
     }
+    if family.patch_bias:
+        shapes["patch_embed.proj.bias"] = (hidden,)
+    if config.num_position_embeddings is not None:
+        shapes["pos_embed.weight"] = (config.num_position_embeddings, hidden)
     for block in range(config.depth):
         shapes |= {
-            f"blocks.{block}.norm1.weight": (hidden,),
-            f"blocks.{block}.norm2.weight": (hidden,),
+            **_norm(family, f"blocks.{block}.norm1", hidden),
+            **_norm(family, f"blocks.{block}.norm2", hidden),
             **_linear(f"blocks.{block}.attn.qkv", 3 * hidden, hidden),
             **_linear(f"blocks.{block}.attn.proj", hidden, hidden),
-            **_linear(f"blocks.{block}.mlp.gate_proj", mlp, hidden),
-            **_linear(f"blocks.{block}.mlp.up_proj", mlp, hidden),
-            **_linear(f"blocks.{block}.mlp.down_proj", hidden, mlp),
         }
+        for name in family.mlp_inputs:
+            shapes |= _linear(f"blocks.{block}.mlp.{name}", mlp, hidden)
+        shapes |= _linear(f"blocks.{block}.mlp.{family.mlp_output}", hidden, mlp)
     merged = hidden * config.merge_unit
-    return shapes | {
-        "merger.ln_q.weight": (hidden,),
-        **_linear("merger.mlp.0", merged, merged),
-        **_linear("merger.mlp.2", config.out_hidden_size, merged),
+    mergers = {"merger": hidden} | {
+        f"deepstack_merger_list.{index}": merged
+        for index in range(len(config.deepstack_visual_indexes))
     }
+    norm, first, second = family.merger
+    for merger, normed in mergers.items():
+        shapes |= {
+            **_norm(family, f"{merger}.{norm}", normed),
+            **_linear(f"{merger}.{first}", merged, merged),
+            **_linear(f"{merger}.{second}", config.out_hidden_size, merged),
+        }
+    return shapes
 
 
 def read_checkpoint(
@@ -208,6 +220,11 @@ def _some(names: list[str]) -> str:
 
 def _linear(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+def _norm(family: Family, name: str, features: int) -> dict[str, tuple[int, ...]]:
+    parts = ("weight", "bias") if family.norm == "layer" else ("weight",)
+    return {f"{name}.{part}": (features,) for part in parts}
 
 
 @contextmanager

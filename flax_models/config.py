@@ -1,44 +1,39 @@
 """What a vision tower is made of: the numbers that its layout, weights and layers follow from."""
 
-import json
+import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from flax_models.config_json import read_vision_values, unknown_model_type
 from flax_models.errors import CheckpointError
-
-# The names that a config.json gives each tower: transformers 5 calls a tower alone "..._vision".
-_MODEL_TYPES = {"qwen2_5_vl": "qwen2_5_vl", "qwen2_5_vl_vision": "qwen2_5_vl"}
-
-# Sizes that no reader may guess: published towers differ in them, and so do libraries' defaults.
-_REQUIRED = ("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size")
-_OPTIONAL = (
-    "in_channels",
-    "patch_size",
-    "temporal_patch_size",
-    "spatial_merge_size",
-    "window_size",
-    "fullatt_block_indexes",
-    "hidden_act",
-)
+from flax_models.families import FAMILIES, Family
 
 # Tensor cores like rows of whole 128-byte lines: 64 elements of a 16-bit type.
 _ALIGNED_ELEMENTS = 64
+
+# In patches: no frame of one call has more, see `grid.MAX_TOKENS`.
+_ANY_FRAME = 1 << 26
 
 
 @dataclass(frozen=True)
 class VisionConfig:
     """A vision tower's configuration; hashable, so it can be a static argument under jit.
 
-    The defaults are the tower of Qwen2.5-VL 7B. `patch_size` and `window_size` are in pixels;
-    `spatial_merge_size` is in patches a side; `temporal_patch_size` is in frames.
+    The defaults are the tower of Qwen2.5-VL 7B; `of` starts from another family's. `patch_size` and
+    `window_size` are in pixels; `spatial_merge_size` is in patches a side; `temporal_patch_size` is
+    in frames.
 
     Attributes:
-        fullatt_block_indexes: the blocks that attend within whole frames, all others within
+        model_type: the family: "qwen2_vl", "qwen2_5_vl" or "qwen3_vl".
+        window_size: None where the family has no windows: every block attends within whole frames.
+        fullatt_block_indexes: the blocks that attend within whole frames where others attend within
             windows. Indices past the last block name no block and are ignored, as Hugging Face
             does.
-        rms_norm_eps: of every norm; fixed in Hugging Face's tower, so no config.json holds it.
+        num_position_embeddings: entries of Qwen3-VL's square table of learned positions, else None.
+        deepstack_visual_indexes: the blocks after which Qwen3-VL takes DeepStack features.
+        norm_eps: of every norm; fixed in Hugging Face's towers, so no config.json holds it.
 
     Raises:
         ValueError: a value that no tower can be built from; the message names it.
@@ -54,23 +49,21 @@ class VisionConfig:
     patch_size: int = 14
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2
-    window_size: int = 112
+    window_size: int | None = 112
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
+    num_position_embeddings: int | None = None
+    deepstack_visual_indexes: tuple[int, ...] = ()
+    norm_eps: float = 1e-6
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
         """Check every value, so that nothing built from the configuration has to."""
-        if self.model_type not in _MODEL_TYPES.values():
-            raise ValueError(_unknown_model_type(self.model_type))
+        if self.model_type not in FAMILIES:
+            raise ValueError(unknown_model_type(self.model_type))
         for field in fields(self):
             if field.type is int:
                 _check_positive_int(field.name, getattr(self, field.name))
-        self._check_full_attention_blocks()
-        if self.hidden_act != "silu":
-            raise ValueError(f"hidden_act is {self.hidden_act!r}; {self.model_type} has 'silu'")
-        for name in ("rms_norm_eps", "rope_theta"):
+        for name in ("norm_eps", "rope_theta"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
@@ -83,6 +76,17 @@ class VisionConfig:
                 f"head_dim (hidden_size / num_heads) must be a multiple of 4, so that rows and "
                 f"columns rotate equal shares in pairs; got {self.head_dim}"
             )
+        self._check_windows()
+        self._check_position_table()
+        self._check_deepstack()
+
+    def _check_windows(self) -> None:
+        self._check_blocks("fullatt_block_indexes")
+        if not self.family.windows:
+            self._check_absent("window_size", None)
+            self._check_absent("fullatt_block_indexes", ())
+            return
+        _check_positive_int("window_size", self.window_size)
         merged_patch = self.patch_size * self.spatial_merge_size
         if self.window_size % merged_patch:
             raise ValueError(
@@ -90,13 +94,47 @@ class VisionConfig:
                 f"patch_size x spatial_merge_size = {merged_patch} pixels"
             )
 
-    def _check_full_attention_blocks(self) -> None:
-        blocks = self.fullatt_block_indexes
+    def _check_position_table(self) -> None:
+        if not self.family.position_table:
+            self._check_absent("num_position_embeddings", None)
+            return
+        _check_positive_int("num_position_embeddings", self.num_position_embeddings)
+        if self.position_table_side**2 != self.num_position_embeddings:
+            raise ValueError(
+                f"num_position_embeddings must be a square number, the entries of a square table; "
+                f"got {self.num_position_embeddings}"
+            )
+
+    def _check_deepstack(self) -> None:
+        self._check_blocks("deepstack_visual_indexes")
+        if not self.family.position_table:
+            self._check_absent("deepstack_visual_indexes", ())
+        blocks = self.deepstack_visual_indexes
+        if len(set(blocks)) < len(blocks) or max(blocks, default=0) >= self.depth:
+            raise ValueError(
+                f"deepstack_visual_indexes must be different blocks of the {self.depth} there are, "
+                f"got {list(blocks)}"
+            )
+
+    def _check_blocks(self, name: str) -> None:
+        blocks = getattr(self, name)
         if not isinstance(blocks, list | tuple) or not all(
             _is_int(block) and block >= 0 for block in blocks
         ):
-            raise ValueError(f"fullatt_block_indexes must be block numbers from 0, got {blocks!r}")
-        object.__setattr__(self, "fullatt_block_indexes", tuple(blocks))
+            raise ValueError(f"{name} must be block numbers from 0, got {blocks!r}")
+        object.__setattr__(self, name, tuple(blocks))
+
+    def _check_absent(self, name: str, absent: Any) -> None:
+        if getattr(self, name) != absent:
+            raise ValueError(
+                f"{self.model_type} has no {name}: it must be {absent!r}, "
+                f"got {getattr(self, name)!r}"
+            )
+
+    @property
+    def family(self) -> Family:
+        """What the towers of this model type have in common."""
+        return FAMILIES[self.model_type]
 
     @property
     def head_dim(self) -> int:
@@ -105,7 +143,7 @@ class VisionConfig:
 
     @property
     def patch_dim(self) -> int:
-        """Values of one patch: channels x frames x rows x columns, 1176 in the published towers."""
+        """Values of one patch: channels x frames x rows x columns, 1176 or 1536 as published."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
@@ -115,13 +153,21 @@ class VisionConfig:
 
     @property
     def window_patches(self) -> int:
-        """Patches along a side of a whole window: 8 in the published towers."""
-        return self.window_size // self.patch_size
+        """Patches along a side of a whole window: 8 in Qwen2.5-VL.
+
+        Without windows more than any frame has: layouts then treat each frame as a window.
+        """
+        return _ANY_FRAME if self.window_size is None else self.window_size // self.patch_size
 
     @property
     def max_window_seqlen(self) -> int:
-        """Tokens of a whole window, which no window passes: 64 in the published towers."""
-        return self.window_patches**2
+        """Tokens that no window passes: 64, those of a whole window, in Qwen2.5-VL."""
+        return min(self.window_patches**2, _ANY_FRAME)
+
+    @property
+    def position_table_side(self) -> int:
+        """Entries along a side of the table of learned positions: 48 in Qwen3-VL, else 0."""
+        return math.isqrt(self.num_position_embeddings or 0)
 
     @property
     def aligned_intermediate_size(self) -> int:
@@ -132,9 +178,13 @@ class VisionConfig:
         """
         return -(-self.intermediate_size // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
 
+    def sees_frames(self, block: int) -> bool:
+        """Whether a block, by its number from 0, attends within whole frames, not windows."""
+        return self.window_size is None or block in self.fullatt_block_indexes
+
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Read `config.json` of a checkpoint directory.
+        """Read `config.json` of a checkpoint directory; its model type chooses the family.
 
         Args:
             directory: holds the config.json of a whole vision-language model (the tower is its
@@ -145,25 +195,28 @@ class VisionConfig:
             ValueError: an unknown model type, or values that no tower can be built from.
         """
         path = Path(directory) / "config.json"
-        whole = _read_json_object(path)
-        vision = whole.get("vision_config", whole)
-        if not isinstance(vision, dict):
-            raise CheckpointError(f"'vision_config' in {path} is not a JSON object")
-        model_type = vision.get("model_type", whole.get("model_type"))
-        if model_type not in _MODEL_TYPES:
-            raise ValueError(f"{path}: {_unknown_model_type(model_type)}")
-        missing = [name for name in _REQUIRED if name not in vision]
-        if missing:
-            raise ValueError(f"{path} has no value for {', '.join(missing)} of the vision tower")
-        values = {name: vision[name] for name in (*_REQUIRED, *_OPTIONAL) if name in vision}
         try:
-            return cls(
-                model_type=_MODEL_TYPES[model_type],
-                **values,
-                **_rope_values(vision.get("rope_parameters")),
-            )
+            return cls.of(**read_vision_values(path))
+        except CheckpointError:
+            raise
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def of(cls, model_type: str, **values: Any) -> Self:
+        """A family's tower as published (the 7B's or 8B's), with some values replaced.
+
+        Raises:
+            ValueError: an unknown model type, or values that no tower can be built from.
+        """
+        if model_type not in FAMILIES:
+            raise ValueError(unknown_model_type(model_type))
+        return cls(model_type=model_type, **{**FAMILIES[model_type].defaults, **values})
+
+    @classmethod
+    def qwen2_vl_7b(cls) -> Self:
+        """The tower of Qwen2-VL 7B; 2B and 72B differ in out_hidden_size, 1536 and 8192."""
+        return cls.of("qwen2_vl", out_hidden_size=3584)
 
     @classmethod
     def qwen2_5_vl_3b(cls) -> Self:
@@ -185,36 +238,22 @@ class VisionConfig:
         """The tower of Qwen2.5-VL 72B."""
         return cls(intermediate_size=3456, out_hidden_size=8192)
 
+    @classmethod
+    def qwen3_vl_4b(cls) -> Self:
+        """The tower of Qwen3-VL 4B; that of 2B differs in out_hidden_size, 2048."""
+        return cls.of(
+            "qwen3_vl",
+            depth=24,
+            hidden_size=1024,
+            intermediate_size=4096,
+            out_hidden_size=2560,
+            deepstack_visual_indexes=(5, 11, 17),
+        )
 
-def _rope_values(parameters: Any) -> dict[str, Any]:
-    """The rotary settings of transformers 5; older files have none and mean the defaults."""
-    if parameters is None:
-        return {}
-    if not isinstance(parameters, dict):
-        raise ValueError(f"rope_parameters must be a JSON object, got {parameters!r}")
-    kind = parameters.get("rope_type", "axial")
-    if kind not in ("axial", "default"):
-        raise ValueError(f"rope_type {kind!r} is not supported; a vision tower has 'axial'")
-    return {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}
-
-
-def _read_json_object(path: Path) -> dict[str, Any]:
-    if not path.parent.is_dir():
-        raise CheckpointError(f"no such checkpoint directory: {path.parent}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"checkpoint directory {path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path} as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, not an object")
-    return content
-
-
-def _unknown_model_type(model_type: Any) -> str:
-    supported = ", ".join(sorted(set(_MODEL_TYPES.values())))
-    return f"unknown model type {model_type!r}; supported: {supported}"
+    @classmethod
+    def qwen3_vl_8b(cls) -> Self:
+        """The tower of Qwen3-VL 8B; that of 32B differs in out_hidden_size, 5120."""
+        return cls.of("qwen3_vl", out_hidden_size=4096)
 
 
 def _is_int(value: Any) -> bool:

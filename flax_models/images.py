@@ -1,4 +1,4 @@
-"""Images and clips to patches, equal to Hugging Face's processors of Qwen2-VL and Qwen2.5-VL."""
+"""Images and clips to patches, equal to Hugging Face's image processor of the Qwen-VL families."""
 
 import math
 import os
@@ -9,12 +9,9 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from flax_models.errors import ImageError
+from flax_models.image_config import ImageConfig
 
 __all__ = ["ImageError", "preprocess", "smart_resize"]
-
-# Mean and standard deviation of red, green and blue in CLIP's training images.
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_STD = (0.26862954, 0.26130258, 0.27577711)
 
 _MAX_ASPECT_RATIO = 200
 # Pillow's own limit for decompression bombs, but as an error instead of a warning.
@@ -25,19 +22,14 @@ ImageLike = Image.Image | np.ndarray | str | os.PathLike[str]
 
 def preprocess(
     images: ImageLike | Sequence[ImageLike | Sequence[ImageLike]],
-    *,
-    min_pixels: int = 56 * 56,
-    max_pixels: int = 28 * 28 * 1280,
-    patch_size: int = 14,
-    temporal_patch_size: int = 2,
-    merge_size: int = 2,
+    config: ImageConfig | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Resize, normalise and cut images and clips into patches.
 
     Equal in every bit to Hugging Face's Qwen2VLImageProcessor with its Pillow backend. Its
     torchvision backend, which also prepares videos, differs in the last bit, and by at most two of
-    255 grey levels where a frame is resized. Hugging Face's processor of videos has other default
-    limits, and a checkpoint's preprocessor_config.json may set its own.
+    255 grey levels where a frame is resized. Hugging Face's processors of videos have other limits,
+    and Qwen3-VL's divides them among the frames; here they are each frame's own.
 
     Args:
         images: a list of images and clips, or a single one. An image is a PIL image, a path, or a
@@ -46,12 +38,8 @@ def preprocess(
             [frames] for a single clip.) A clip's last frame is repeated until
             `temporal_patch_size` divides their number; an image is a clip of one frame. Images
             from paths are turned upright by their EXIF orientation, as Hugging Face loads them.
-        min_pixels: lower limit on the pixels of a resized frame.
-        max_pixels: upper limit on the pixels of a resized frame.
-        patch_size: pixels along a side of a patch.
-        temporal_patch_size: frames of a patch.
-        merge_size: patches along a side of a merge unit; sides become multiples of
-            patch_size x merge_size pixels.
+        config: limits, sizes and normalisation; `ImageConfig.from_pretrained` reads those of a
+            checkpoint. None: the defaults, which suit Qwen2-VL and Qwen2.5-VL.
 
     Returns:
         pixel_values: fp32 [tokens, 3 x temporal_patch_size x patch_size^2], a patch a row, in the
@@ -61,32 +49,29 @@ def preprocess(
     Raises:
         ImageError: no images; an unreadable file, or one of more than 89 million pixels; an array
             of another shape or dtype; frames of different sizes; sides whose ratio passes 200.
-        ValueError: limits or sizes that are not positive, or `min_pixels` above `max_pixels`.
     """
-    if min(min_pixels, patch_size, temporal_patch_size, merge_size) < 1:
-        raise ValueError("min_pixels, patch_size, temporal_patch_size and merge_size start at 1")
-    if min_pixels > max_pixels:
-        raise ValueError(f"min_pixels {min_pixels:,} is above max_pixels {max_pixels:,}")
+    config = config or ImageConfig()
     items = _as_items(images)
     if not items:
         raise ImageError("no images were given")
-    factor = patch_size * merge_size
+    patch, temporal_patch = config.patch_size, config.temporal_patch_size
+    factor = patch * config.merge_size
     patches = []
     grids = []
     for number, item in enumerate(items):
         frames = _load_frames(item, f"image {number}")
         width, height = frames[0].size
         try:
-            height, width = smart_resize(height, width, factor, min_pixels, max_pixels)
+            height, width = smart_resize(
+                height, width, factor, config.min_pixels, config.max_pixels
+            )
         except ImageError as error:
             raise ImageError(f"image {number}: {error}") from None
         resized = [frame.resize((width, height), Image.Resampling.BICUBIC) for frame in frames]
-        resized += resized[-1:] * (-len(frames) % temporal_patch_size)
-        patches.append(_cut_patches(resized, patch_size, temporal_patch_size, merge_size))
-        grids.append(
-            (len(resized) // temporal_patch_size, height // patch_size, width // patch_size)
-        )
-    return _normalise(patches), np.array(grids, dtype=np.int64)
+        resized += resized[-1:] * (-len(frames) % temporal_patch)
+        patches.append(_cut_patches(resized, patch, temporal_patch, config.merge_size))
+        grids.append((len(resized) // temporal_patch, height // patch, width // patch))
+    return _normalise(config, patches), np.array(grids, dtype=np.int64)
 
 
 def smart_resize(
@@ -217,14 +202,15 @@ def _cut_patches(
     return by_patch.reshape(-1, 3, temporal_patch, patch, patch)
 
 
-def _normalise(patches: list[np.ndarray]) -> np.ndarray:
+def _normalise(config: ImageConfig, patches: list[np.ndarray]) -> np.ndarray:
     """Concatenate patches as fp32 [tokens, patch_dim], through a table of the 256 values there are.
 
     The table takes Hugging Face's own steps: scaled in fp64 and rounded to fp32, then shifted and
     divided in fp32.
     """
     scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
-    table = (scaled - np.float32(_MEAN)[:, None]) / np.float32(_STD)[:, None]  # [3, 256]
+    mean, std = np.float32(config.image_mean)[:, None], np.float32(config.image_std)[:, None]
+    table = (scaled - mean) / std  # [3, 256]
     tokens = sum(map(len, patches))
     values = np.empty((tokens, *patches[0].shape[1:]), dtype=np.float32)
     start = 0

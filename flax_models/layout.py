@@ -3,7 +3,8 @@
 Hugging Face's order of tokens: images one after another, in each its frames, in each its merge
 units (spatial_merge_size x spatial_merge_size patches) row by row, in each its patches row by row.
 Window order is the same with the merge units of each window brought together; a tower permutes
-into it once at its entrance and out of it once at its exit.
+into it once at its entrance and out of it once at its exit. In a tower without windows each frame
+takes the place of a window, and the two orders are one.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,8 @@ from flax_models.buckets import Bucket, bucket_of_tokens
 from flax_models.config import VisionConfig
 from flax_models.grid import as_grid, count_frames, count_tokens, count_windows
 
-# Remembered layouts take 13 bytes a token, all of them about 110 MB. Larger calls run for so long
-# that planning them anew does not show.
+# Remembered layouts take 13 bytes a token, 21 with a table of positions, all of them at most
+# 180 MB. Larger calls run for so long that planning them anew does not show.
 _CACHED_LAYOUTS = 128
 _CACHED_TOKENS = 1 << 16
 
@@ -37,6 +38,9 @@ class Layout:
             `in_hugging_face_order = in_window_order[output_order]`.
         positions: [tokens, 2]; row and column of each token within its frame, in patches, in
             window order; 0 for padding.
+        frame_sizes: [tokens, 2]; rows and columns of the frame that each token lies in, in patches,
+            in window order; 1 for padding. None in a tower without a table of learned positions,
+            which is stretched over each frame.
         cu_window_seqlens: [windows + 1]; cumulative starts of the windows, in window order.
         cu_frame_seqlens: [frames + 1]; cumulative starts of the frames, the same in both orders.
         max_window_seqlen: upper bound on the tokens of a window, the same for every image.
@@ -48,6 +52,7 @@ class Layout:
     window_order: np.ndarray
     output_order: np.ndarray
     positions: np.ndarray
+    frame_sizes: np.ndarray | None
     cu_window_seqlens: np.ndarray
     cu_frame_seqlens: np.ndarray
     max_window_seqlen: int
@@ -154,11 +159,19 @@ def _plan(config: VisionConfig, grid_bytes: bytes, pad_to: int | Bucket | None) 
     unit_h_w = np.stack([units.row[unit_order], units.column[unit_order]], axis=-1)
     positions[: len(unit_order)] = unit_h_w[:, None, :] * config.spatial_merge_size + patch_h_w
 
+    frame_sizes = None
+    if config.num_position_embeddings is not None:
+        frame_sizes = np.ones_like(positions)
+        frame_h_w = np.stack([units.height[unit_order], units.width[unit_order]], axis=-1)
+        frame_sizes[: len(unit_order)] = frame_h_w[:, None, :] * config.spatial_merge_size
+        frame_sizes = _frozen(frame_sizes.reshape(-1, 2))
+
     frame_tokens = np.repeat(grid[:, 1] * grid[:, 2], grid[:, 0])
     return Layout(
         window_order=_frozen(window_order),
         output_order=_frozen(place),
         positions=_frozen(positions.reshape(-1, 2)),
+        frame_sizes=frame_sizes,
         cu_window_seqlens=_cumulative(_window_tokens(config, grid), bucket.windows),
         cu_frame_seqlens=_cumulative(frame_tokens, bucket.frames),
         max_window_seqlen=config.max_window_seqlen,
@@ -198,6 +211,8 @@ class _MergeUnits(NamedTuple):
 
     row: np.ndarray  # within the frame, in merge units
     column: np.ndarray
+    height: np.ndarray  # of the frame, in merge units
+    width: np.ndarray
     place: np.ndarray  # in window order
 
 
@@ -225,7 +240,7 @@ def _merge_units(config: VisionConfig, grid: np.ndarray) -> _MergeUnits:
         + (row - window_row) * window_width  # rows above within the window
         + (column - window_column)
     )
-    return _MergeUnits(row, column, place)
+    return _MergeUnits(row, column, height, width, place)
 
 
 def _window_tokens(config: VisionConfig, grid: np.ndarray) -> np.ndarray:

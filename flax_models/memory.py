@@ -18,7 +18,8 @@ def pass_bytes(config: VisionConfig, tokens: int, itemsize: int) -> int:
         itemsize: bytes of a value of the tower's dtype.
     """
     hidden, width = config.hidden_size, config.aligned_intermediate_size
-    in_mlp = 2 * hidden + 3 * width  # the stream, normed; gate, up and their product
+    # The stream, normed; what comes before the activation, gate and up or one, and after it.
+    in_mlp = 2 * hidden + (len(config.family.mlp_inputs) + 1) * width
     in_attention = 8 * hidden  # the stream, normed; q, k, v; q and k rotated; attended
     return tokens * itemsize * max(in_mlp, in_attention)
 

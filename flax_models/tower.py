@@ -1,4 +1,4 @@
-"""The Qwen2.5-VL vision tower in Flax NNX: patches in, embeddings for the language model out.
+"""The Qwen-VL vision towers in Flax NNX: patches in, embeddings for the language model out.
 
 Patches are put in window order once at the entrance, embeddings back in Hugging Face's order once
 at the exit; no block permutes. Shapes are those of a bucket and everything else about the images is
@@ -16,15 +16,25 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from flax_models.blocks import Block, PatchEmbed, PatchMerger, Segments
+from flax_models.blocks import (
+    Block,
+    PatchEmbed,
+    PatchMerger,
+    PositionTable,
+    Segments,
+    rotary_angles,
+)
 from flax_models.buckets import choose_bucket
 from flax_models.checkpoint import read_checkpoint
 from flax_models.compiled import compiled
 from flax_models.config import VisionConfig
-from flax_models.layout import Layout, check_patches, inverse_frequencies, plan_layout
+from flax_models.layout import Layout, check_patches, plan_layout
 from flax_models.memory import check_memory
 from flax_models.rows import first_rows
 from flax_models.weights import tower_weights
+
+# With DeepStack also the features of some blocks.
+Embeddings = jax.Array | tuple[jax.Array, tuple[jax.Array, ...]]
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -32,8 +42,8 @@ _DTYPES = ("bfloat16", "float16", "float32")
 jax.tree_util.register_dataclass(
     Layout,
     data_fields=(
-        *("window_order", "output_order", "positions", "cu_window_seqlens", "cu_frame_seqlens"),
-        *("num_tokens", "num_merged"),
+        *("window_order", "output_order", "positions", "frame_sizes"),
+        *("cu_window_seqlens", "cu_frame_seqlens", "num_tokens", "num_merged"),
     ),
     meta_fields=("max_window_seqlen", "max_frame_seqlen"),
 )
@@ -70,10 +80,18 @@ class VisionTower(nnx.Module):
         self.implementation = implementation
         self.token_buckets = None if token_buckets is None else tuple(token_buckets)
         self.patch_embed = PatchEmbed(config, self.dtype)
+        has_table = config.num_position_embeddings is not None
+        self.position_table = PositionTable(config, self.dtype) if has_table else None
         self.blocks = nnx.List([Block(config, self.dtype) for _ in range(config.depth)])
         self.merger = PatchMerger(config, self.dtype)
+        self.deepstack_mergers = nnx.List(
+            [
+                PatchMerger(config, self.dtype, norm_merged=True)
+                for _ in config.deepstack_visual_indexes
+            ]
+        )
 
-    def __call__(self, pixel_values: ArrayLike, grid_thw: ArrayLike) -> jax.Array:
+    def __call__(self, pixel_values: ArrayLike, grid_thw: ArrayLike) -> Embeddings:
         """Encode images and clips, all in one call of one compiled function.
 
         The first call of each bucket compiles; `encode` is the same under a `jax.jit` of your own.
@@ -90,6 +108,9 @@ class VisionTower(nnx.Module):
         Returns:
             Embeddings [tokens / merge_unit, out_hidden_size] in `dtype`, in Hugging Face's order:
             image after image, in each frame after frame, in each row after row of merge units.
+            A tower with DeepStack, Qwen3-VL's, returns (embeddings, features): in a tuple the
+            features of each block of `deepstack_visual_indexes`, of the embeddings' shape and
+            order.
 
         Raises:
             ValueError: a bad grid, more tokens than the largest bucket, or `pixel_values` that
@@ -178,7 +199,7 @@ def load_vision_tower(
     return tower
 
 
-def encode(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> jax.Array:
+def encode(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> Embeddings:
     """Encode padded patches: a pure function, for a `jax.jit` of your own.
 
     All three arguments are pytrees. The tower's leaves are its parameters; a function of those
@@ -195,13 +216,19 @@ def encode(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> jax.A
     Returns:
         Embeddings [bucket.tokens / merge_unit, out_hidden_size] in the tower's dtype, in Hugging
         Face's order. The first `layout.num_merged` rows are the images', the others mean nothing.
+        With DeepStack (embeddings, features) as from a call, each with such rows.
 
     Raises:
         ValueError: `pixel_values` have another shape than the layout asks for.
     """
-    for hidden in _block_outputs(tower, pixel_values, layout):  # noqa: B007
-        pass
-    return tower.merger(hidden)[layout.output_order]
+    indexes = tower.config.deepstack_visual_indexes
+    features = []
+    for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
+        if index in indexes:
+            merger = tower.deepstack_mergers[indexes.index(index)]
+            features.append(merger(hidden)[layout.output_order])
+    embeddings = tower.merger(hidden)[layout.output_order]
+    return (embeddings, tuple(features)) if indexes else embeddings
 
 
 # Traced for windows and for frames instead of once for each layer.
@@ -219,7 +246,7 @@ def _block_outputs(
             f"pixel_values must have the layout's padded shape {list(expected)}, "
             f"got {list(pixel_values.shape)}"
         )
-    cos, sin = _rotary_angles(config, layout.positions)
+    cos, sin = rotary_angles(config, layout.positions)
     of_implementation = functools.partial(
         Segments, cos=cos, sin=sin, implementation=tower.implementation
     )
@@ -229,19 +256,20 @@ def _block_outputs(
     frames = of_implementation(
         cu_seqlens=layout.cu_frame_seqlens, max_seqlen=layout.max_frame_seqlen
     )
-    hidden = tower.patch_embed(pixel_values[layout.window_order])
+    hidden = _embed(tower, pixel_values, layout)
     for index, block in enumerate(tower.blocks):
-        segments = frames if index in config.fullatt_block_indexes else windows
+        segments = frames if config.sees_frames(index) else windows
         hidden = _run_block(block, hidden, segments)
         yield hidden
 
 
-def _rotary_angles(config: VisionConfig, positions: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """`layout.rotary_angles` on the device: cos and sin, fp32 [tokens, head_dim / 2]."""
-    positions = jnp.asarray(positions).astype(jnp.float32)
-    angles = positions[:, :, None] * inverse_frequencies(config)  # [tokens, 2, head_dim / 4]
-    angles = angles.reshape(len(positions), -1)
-    return jnp.cos(angles), jnp.sin(angles)
+def _embed(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> jax.Array:
+    """What the first block gets, [tokens, hidden_size] in window order."""
+    hidden = tower.patch_embed(pixel_values[layout.window_order])
+    if tower.position_table is None:
+        return hidden
+    learned = tower.position_table(layout.positions, layout.frame_sizes)
+    return (hidden + learned).astype(hidden.dtype)  # in fp32, rounded once
 
 
 def _pad_patches(

@@ -1,14 +1,14 @@
 """A checkpoint's tensors in the form that both towers compute with; NumPy only.
 
-Names stay Hugging Face's but for what changes shape or meaning, and every matrix stays
-[out, in]: loading is copying. What changes:
+Every matrix stays [out, in]: loading is copying. What changes:
 
 - the patch embedding's convolution becomes the matrix [hidden_size, patch_dim] that it is on
   patches which do not overlap;
-- `gate_proj` and `up_proj` become one `gate_up` [2 x aligned_intermediate_size, hidden_size], so
-  that one product feeds the activation;
-- the MLP's width is padded with zeros to `aligned_intermediate_size`. That is exact: a padded
-  channel is silu(0) x 0 = 0, and its column of `down` is 0 too.
+- an MLP's products become `gate_up` [2 x aligned_intermediate_size, hidden_size], so that one
+  product feeds a gated activation, or `up`, and `down`;
+- the MLP's width is padded with zeros to `aligned_intermediate_size`. That is exact: the columns of
+  `down` that padded channels meet are 0;
+- mergers and the table of positions have one name each in all families.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from flax_models.config import VisionConfig
-
-# Hugging Face numbers the merger's two layers by their place around the activation.
-_RENAMED = {
-    "merger.fc1.weight": "merger.mlp.0.weight",
-    "merger.fc1.bias": "merger.mlp.0.bias",
-    "merger.fc2.weight": "merger.mlp.2.weight",
-    "merger.fc2.bias": "merger.mlp.2.bias",
-}
+from flax_models.families import Family
 
 
 def tower_weights(config: VisionConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -35,33 +28,47 @@ def tower_weights(config: VisionConfig, tensors: Mapping[str, np.ndarray]) -> di
 
     Returns:
         The parameters by the dotted path at which both towers hold them, such as
-        "blocks.0.mlp.gate_up.weight", in the dtype of the checkpoint. Unchanged tensors are not
-        copied.
+        "blocks.0.mlp.up.weight", in the dtype of the checkpoint. Unchanged tensors are not copied.
 
     Raises:
         KeyError: a tensor is missing.
     """
-    weights = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name}
-    weights |= {new: tensors[old] for new, old in _RENAMED.items()}
+    family = config.family
+    weights = {
+        _our_name(family, name): tensor
+        for name, tensor in tensors.items()
+        if not (name.startswith("blocks.") and ".mlp." in name)
+    }
     weights["patch_embed.proj.weight"] = tensors["patch_embed.proj.weight"].reshape(
         config.hidden_size, config.patch_dim
     )
     padding = config.aligned_intermediate_size - config.intermediate_size
+    up = "gate_up" if family.gated_mlp else "up"
     for block in range(config.depth):
         mlp = f"blocks.{block}.mlp"
         for kind in ("weight", "bias"):
-            halves = (tensors[f"{mlp}.{half}.{kind}"] for half in ("gate_proj", "up_proj"))
-            weights[f"{mlp}.gate_up.{kind}"] = np.concatenate(
-                [_pad_axis(half, padding, axis=0) for half in halves]
+            first, *others = (
+                _pad_axis(tensors[f"{mlp}.{name}.{kind}"], padding, axis=0)
+                for name in family.mlp_inputs
             )
-        weights[f"{mlp}.down.weight"] = _pad_axis(
-            tensors[f"{mlp}.down_proj.weight"], padding, axis=1
-        )
-        weights[f"{mlp}.down.bias"] = tensors[f"{mlp}.down_proj.bias"]
+            weights[f"{mlp}.{up}.{kind}"] = np.concatenate([first, *others]) if others else first
+        down = f"{mlp}.{family.mlp_output}"
+        weights[f"{mlp}.down.weight"] = _pad_axis(tensors[f"{down}.weight"], padding, axis=1)
+        weights[f"{mlp}.down.bias"] = tensors[f"{down}.bias"]
     return weights
+
+
+def _our_name(family: Family, name: str) -> str:
+    """The parameter that a tensor outside the MLPs becomes."""
+    name = name.replace("deepstack_merger_list.", "deepstack_mergers.")
+    name = name.replace("pos_embed.", "position_table.")
+    if "merger" in name:
+        for theirs, ours in zip(family.merger, ("norm", "fc1", "fc2"), strict=True):
+            name = name.replace(f".{theirs}.", f".{ours}.")
+    return name
 
 
 def _pad_axis(array: np.ndarray, padding: int, axis: int) -> np.ndarray:
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, padding)
-    return np.pad(array, widths)
+    return np.pad(array, widths) if padding else array

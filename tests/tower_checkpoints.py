@@ -1,7 +1,6 @@
 """Small random checkpoints for the tests of both towers, with and without Hugging Face's help."""
 
 import json
-from dataclasses import asdict
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -9,8 +8,9 @@ from safetensors.numpy import save_file
 from flax_models import VisionConfig
 from flax_models.checkpoint import expected_tensors
 
-# Head dims 80 and 16; real windows of 8 x 8 patches; MLP widths that padding changes; a windowed
-# block before and after one that sees whole frames.
+# Every family; in Qwen2.5-VL's two, head dims 80 and 16, real windows of 8 x 8 patches, a windowed
+# block before and after one that sees whole frames; in Qwen3-VL's head dim 72 and a table that is
+# both stretched and shrunk. MLP widths that padding changes.
 SMALL_TOWERS = {
     "head_dim_80": VisionConfig(
         depth=4,
@@ -27,6 +27,24 @@ SMALL_TOWERS = {
         intermediate_size=84,
         out_hidden_size=48,
         fullatt_block_indexes=(2,),
+    ),
+    "qwen2_vl": VisionConfig.of(
+        "qwen2_vl",
+        depth=2,
+        hidden_size=80,
+        num_heads=1,
+        intermediate_size=320,
+        out_hidden_size=48,
+    ),
+    "qwen3_vl": VisionConfig.of(
+        "qwen3_vl",
+        depth=3,
+        hidden_size=144,
+        num_heads=2,
+        intermediate_size=172,
+        out_hidden_size=48,
+        num_position_embeddings=81,
+        deepstack_visual_indexes=(0, 1),
     ),
 }
 
@@ -70,7 +88,9 @@ def random_tensors(config, seed=0):
     tensors = {}
     for name, shape in expected_tensors(config).items():
         values = rng.standard_normal(shape)
-        if len(shape) > 1:
+        if name == "pos_embed.weight":  # as large as what it is added to
+            values *= 0.5
+        elif len(shape) > 1:
             values /= np.sqrt(np.prod(shape[1:]))
         elif name.endswith("bias"):
             values *= 0.2
@@ -84,29 +104,40 @@ def write_checkpoint(directory, config, prefix=""):
     """Write a vision tower's checkpoint, or with a prefix such as "visual." a whole model's."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {prefix + name: value for name, value in random_tensors(config).items()}
-    values = asdict(config)
+    values = config_json(config)
     if prefix:
         tensors["model.embed_tokens.weight"] = np.zeros((8, 8), np.float32)
-        values = {"model_type": "qwen2_5_vl", "vision_config": values}
+        values = {"model_type": config.model_type, "vision_config": values}
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return directory
 
 
+def config_json(config):
+    """What Hugging Face's config.json says of a tower."""
+    family = config.family
+    values = {
+        theirs: getattr(config, ours)
+        for ours, theirs in family.config_keys.items()
+        if theirs != "mlp_ratio"
+    }
+    if "mlp_ratio" in family.config_keys:
+        values["mlp_ratio"] = config.intermediate_size // config.hidden_size
+    if family.windows:
+        values["fullatt_block_indexes"] = config.fullatt_block_indexes
+        values["window_size"] = config.window_size
+    return values | {"model_type": config.model_type, "patch_size": config.patch_size}
+
+
 def save_hugging_face_tower(directory, config):
     """Have Hugging Face's `save_pretrained` write the same checkpoint; needs transformers."""
     import torch
-    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-        Qwen2_5_VisionTransformerPretrainedModel,
-    )
 
-    names = ("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size")
-    values = {name: getattr(config, name) for name in names}
-    blocks = list(config.fullatt_block_indexes)
-    model = Qwen2_5_VisionTransformerPretrainedModel(
-        Qwen2_5_VLVisionConfig(**values, fullatt_block_indexes=blocks)
-    )
+    from compare.huggingface import vision_classes
+
+    classes = vision_classes(config.model_type)
+    values = {name: value for name, value in config_json(config).items() if name != "model_type"}
+    model = classes.model(classes.config(**values))
     tensors = {name: torch.from_numpy(value) for name, value in random_tensors(config).items()}
     model.load_state_dict(tensors)
     model.save_pretrained(directory)
@@ -118,22 +149,24 @@ class HuggingFaceTower:
 
     def __init__(self, directory, dtype="float32"):
         import torch
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-            Qwen2_5_VisionTransformerPretrainedModel,
-        )
+
+        from compare.huggingface import vision_classes
 
         self._torch = torch
+        model_type = VisionConfig.from_pretrained(directory).model_type
         # By dtype=, not by .to(): that would round the rotary frequencies too.
-        self._model = Qwen2_5_VisionTransformerPretrainedModel.from_pretrained(
-            directory, dtype=getattr(torch, dtype)
-        ).eval()
+        self._model = (
+            vision_classes(model_type)
+            .model.from_pretrained(directory, dtype=getattr(torch, dtype))
+            .eval()
+        )
 
     def __call__(self, pixel_values, grid_thw):
-        """The embeddings [tokens / 4, out_hidden_size] fp32."""
+        """The embeddings [tokens / 4, out_hidden_size] fp32, DeepStack features beside them."""
         return self.run(pixel_values, grid_thw)[0]
 
     def run(self, pixel_values, grid_thw):
-        """The embeddings, and the hidden states [tokens, hidden_size] after each block; fp32."""
+        """The same, and the hidden states [tokens, hidden_size] after each block; fp32."""
         torch = self._torch
         states = []
         hooks = [
@@ -144,6 +177,11 @@ class HuggingFaceTower:
             output = self._model(torch.from_numpy(pixel_values), grid_thw=torch.tensor(grid_thw))
         for hook in hooks:
             hook.remove()
-        # transformers before 5 returns the embeddings, since then an object that holds them.
-        embeddings = getattr(output, "pooler_output", output)
-        return embeddings.float().numpy(), [state.float().numpy() for state in states]
+        # transformers before 5 returns tensors, since then an object that holds them.
+        if isinstance(output, torch.Tensor):
+            output = (output, [])
+        elif not isinstance(output, tuple):
+            output = (output.pooler_output, getattr(output, "deepstack_features", []))
+        embeddings, features = output
+        beside = torch.cat([embeddings, *features], dim=1)
+        return beside.float().numpy(), [state.float().numpy() for state in states]

@@ -1,8 +1,10 @@
 """What every tower must do; the tests of each tower inherit these suites.
 
 A subclass has `load(directory, dtype, **options)`, which returns its tower, and `numpy(array)`,
-which makes an fp32 NumPy array of the tower's own.
+which makes an fp32 NumPy array of the tower's own. Each suite runs on every family's tower.
 """
+
+import re
 
 import numpy as np
 import pytest
@@ -29,44 +31,63 @@ def relative_error(ours, theirs):
     return np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
 
 
+def side_by_side(result, numpy=np.asarray):
+    """What a tower returns as one array: DeepStack's features in columns beside the embeddings."""
+    embeddings, features = result if isinstance(result, tuple) else (result, ())
+    return np.concatenate([numpy(rows) for rows in (embeddings, *features)], axis=1)
+
+
 class TowerContract:
     """What a tower must do by itself; needs neither PyTorch nor transformers."""
 
+    @pytest.fixture(scope="class", params=["head_dim_16", "qwen2_vl", "qwen3_vl"])
+    @classmethod
+    def config(cls, request):
+        return SMALL_TOWERS[request.param]
+
     @pytest.fixture(scope="class")
     @classmethod
-    def directory(cls, tmp_path_factory):
-        return write_checkpoint(tmp_path_factory.mktemp("tower"), CONFIG)
+    def directory(cls, config, tmp_path_factory):
+        return write_checkpoint(tmp_path_factory.mktemp("tower"), config)
+
+    @classmethod
+    def run(cls, tower, patches, grid):
+        """Everything that a call returns, side by side, as fp32 NumPy array."""
+        return side_by_side(tower(patches, grid), cls.numpy)
 
     @pytest.fixture(scope="class")
     @classmethod
     def tower(cls, directory):
         return cls.load(directory, "float32")
 
-    def test_shape_and_dtype(self, directory):
+    def test_shape_and_dtype(self, config, directory):
         grid = GRIDS["mix"]
-        patches = random_patches(CONFIG, grid)
+        patches = random_patches(config, grid)
         for dtype in ("float32", "bfloat16", "float16"):
-            embeddings = self.load(directory, dtype)(patches, grid)
-            assert tuple(embeddings.shape) == (len(patches) // 4, CONFIG.out_hidden_size)
-            assert dtype in str(embeddings.dtype)
-            assert np.isfinite(self.numpy(embeddings)).all()
+            result = self.load(directory, dtype)(patches, grid)
+            embeddings, features = result if config.deepstack_visual_indexes else (result, ())
+            assert len(features) == len(config.deepstack_visual_indexes)
+            for rows in (embeddings, *features):
+                assert tuple(rows.shape) == (len(patches) // 4, config.out_hidden_size)
+                assert dtype in str(rows.dtype)
+                assert np.isfinite(self.numpy(rows)).all()
 
-    def test_images_do_not_see_each_other(self, tower):
+    def test_images_do_not_see_each_other(self, config, tower):
         grid = np.array(GRIDS["mix"])
-        patches = random_patches(CONFIG, grid)
-        together = self.numpy(tower(patches, grid))
+        patches = random_patches(config, grid)
+        together = self.run(tower, patches, grid)
         ends = np.cumsum(grid.prod(axis=1))
         alone = [
-            self.numpy(tower(patches[end - image.prod() : end], image[None]))
+            self.run(tower, patches[end - image.prod() : end], image[None])
             for image, end in zip(grid, ends, strict=True)
         ]
         assert relative_error(together, np.concatenate(alone)) < FP32_TOLERANCE
 
     @pytest.mark.parametrize("changed", [0, 5, 70, 239])
-    def test_a_patch_moves_exactly_its_window_then_its_frame(self, tower, changed):
+    def test_a_patch_moves_exactly_its_window_then_its_frame(self, config, tower, changed):
         grid = [(2, 10, 12)]  # four windows a frame, three of them cut by an edge
-        layout = plan_layout(CONFIG, grid)
-        before = random_patches(CONFIG, grid)
+        layout = plan_layout(config, grid)
+        before = random_patches(config, grid)
         after = before.copy()
         after[changed] += 1
         row = int(np.flatnonzero(layout.window_order == changed)[0])
@@ -74,65 +95,88 @@ class TowerContract:
             tower.hidden_states(before, grid), tower.hidden_states(after, grid), strict=True
         )
         for block, (old, new) in enumerate(states):
-            if block < 2:
+            if config.family.windows and block < 2:  # block 2 is the first to see whole frames
                 bounds = layout.cu_window_seqlens
-            else:  # block 2 is the first to see whole frames
+            else:
                 bounds = layout.cu_frame_seqlens
             segment = np.searchsorted(bounds, row, side="right")
             expected = np.arange(bounds[segment - 1], bounds[segment])
             moved = (self.numpy(old) != self.numpy(new)).any(axis=1)
             np.testing.assert_array_equal(np.flatnonzero(moved), expected)
 
-    def test_the_last_hidden_state_is_what_the_embeddings_are_made_of(self, tower):
+    def test_embeddings_and_features_are_made_of_the_hidden_states(self, config, tower):
         grid = GRIDS["edge_windows"]
-        patches = random_patches(CONFIG, grid)
+        patches = random_patches(config, grid)
         states = list(tower.hidden_states(patches, grid))
-        assert len(states) == CONFIG.depth
-        layout = plan_layout(CONFIG, grid)
-        merged = self.numpy(tower.merger(states[-1]))[layout.output_order]
-        assert relative_error(self.numpy(tower(patches, grid)), merged) < 1e-6
+        assert len(states) == config.depth
+        layout = plan_layout(config, grid)
+        blocks = (config.depth - 1, *config.deepstack_visual_indexes)
+        mergers = (tower.merger, *tower.deepstack_mergers)
+        merged = [
+            self.numpy(merger(states[block]))[layout.output_order]
+            for block, merger in zip(blocks, mergers, strict=True)
+        ]
+        ours = self.run(tower, patches, grid)
+        assert relative_error(ours, np.concatenate(merged, axis=1)) < 1e-6
+
+    def test_the_table_of_positions_is_stretched_over_each_frame(self, config, tower):
+        if not config.family.position_table:
+            assert tower.position_table is None
+            return
+        grid = [(1, 6, 10), (2, 2, 14)]
+        positions = plan_layout(config, grid).positions
+        table = self.numpy(tower.position_table.weight).reshape(9, 9, -1)
+        corner = np.array([(h, w) for t, h, w in grid for _ in range(t * h * w)]) - 1
+        row, column = (positions * 8 / corner).T
+        low_row, low_column = np.minimum([row.astype(int), column.astype(int)], 7)
+        down, right = (row - low_row)[:, None], (column - low_column)[:, None]
+        expected = (
+            (1 - down) * (1 - right) * table[low_row, low_column]
+            + (1 - down) * right * table[low_row, low_column + 1]
+            + down * (1 - right) * table[low_row + 1, low_column]
+            + down * right * table[low_row + 1, low_column + 1]
+        )
+        _, layout = tower.prepare(random_patches(config, grid), grid)
+        ours = self.numpy(tower.position_table(layout.positions, layout.frame_sizes))
+        np.testing.assert_allclose(ours[: len(positions)], expected, atol=1e-5)
+        assert np.isfinite(ours).all()
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_same_input_same_bits(self, directory, dtype):
+    def test_same_input_same_bits(self, config, directory, dtype):
         grid = GRIDS["mix"]
-        patches = random_patches(CONFIG, grid)
-        first = self.numpy(self.load(directory, dtype)(patches, grid))
-        again = self.numpy(self.load(directory, dtype)(patches.copy(), grid))
+        patches = random_patches(config, grid)
+        first = self.run(self.load(directory, dtype), patches, grid)
+        again = self.run(self.load(directory, dtype), patches.copy(), grid)
         np.testing.assert_array_equal(first, again)
 
     @pytest.mark.parametrize("prefix", ["visual.", "model.visual."])
-    def test_whole_model_checkpoints_hold_the_same_tower(self, tower, tmp_path, prefix):
-        whole = self.load(write_checkpoint(tmp_path, CONFIG, prefix), "float32")
+    def test_whole_model_checkpoints_hold_the_same_tower(self, config, tower, tmp_path, prefix):
+        whole = self.load(write_checkpoint(tmp_path, config, prefix), "float32")
         grid = GRIDS["edge_windows"]
-        patches = random_patches(CONFIG, grid)
+        patches = random_patches(config, grid)
         np.testing.assert_array_equal(
-            self.numpy(whole(patches, grid)), self.numpy(tower(patches, grid))
+            self.run(whole, patches, grid), self.run(tower, patches, grid)
         )
 
-    def test_input_may_be_of_any_kind(self, tower):
+    def test_input_may_be_of_any_kind(self, config, tower):
         grid = GRIDS["clip"]
-        patches = random_patches(CONFIG, grid)
-        expected = self.numpy(tower(patches, grid))
+        patches = random_patches(config, grid)
+        expected = self.run(tower, patches, grid)
         patches.flags.writeable = False
         for kind in (patches, self.array(patches), patches.astype(np.float64)):
             for grid_kind in (np.array(grid), self.array(np.array(grid, np.int32))):
-                np.testing.assert_array_equal(self.numpy(tower(kind, grid_kind)), expected)
+                np.testing.assert_array_equal(self.run(tower, kind, grid_kind), expected)
 
-    @pytest.mark.parametrize(
-        ("shape", "message"),
-        [
-            ((59, 1176), r"\[60, 1176\].* got \[59, 1176\]"),
-            ((60, 1175), r"\[60, 1176\].* got \[60, 1175\]"),
-            ((60 * 1176,), r"\[60, 1176\].* got \[70560\]"),
-        ],
-    )
-    def test_pixel_values_that_do_not_match_the_grid(self, tower, shape, message):
-        with pytest.raises(ValueError, match=message):
-            tower(np.zeros(shape, np.float32), [(1, 6, 10)])
+    def test_pixel_values_that_do_not_match_the_grid(self, config, tower):
+        dim = config.patch_dim
+        for shape in ((59, dim), (60, dim - 1), (60 * dim,)):
+            message = re.escape(f"[60, {dim}]") + ".* got " + re.escape(str(list(shape)))
+            with pytest.raises(ValueError, match=message):
+                tower(np.zeros(shape, np.float32), [(1, 6, 10)])
 
-    def test_pixel_values_must_be_floating(self, tower):
+    def test_pixel_values_must_be_floating(self, config, tower):
         with pytest.raises(TypeError, match=r"floating-point, got .*uint8"):
-            tower(np.zeros((60, 1176), np.uint8), [(1, 6, 10)])
+            tower(np.zeros((60, config.patch_dim), np.uint8), [(1, 6, 10)])
 
     @pytest.mark.parametrize(
         ("grid", "message"),
@@ -143,14 +187,15 @@ class TowerContract:
             ([(1.0, 6.0, 10.0)], "integers"),
         ],
     )
-    def test_wrong_grids(self, tower, grid, message):
+    def test_wrong_grids(self, config, tower, grid, message):
         with pytest.raises(ValueError, match=message):
-            tower(np.zeros((60, 1176), np.float32), grid)
+            tower(np.zeros((60, config.patch_dim), np.float32), grid)
 
-    def test_a_million_tokens_that_do_not_fit_are_refused(self, tower, monkeypatch):
+    def test_a_million_tokens_that_do_not_fit_are_refused(self, config, tower, monkeypatch):
         monkeypatch.setattr(self.free_memory, lambda *_: 1 << 30)
-        with pytest.raises(MemoryError, match=r"1,048,576 tokens needs about 2\.0 GiB .* 1\.0 GiB"):
-            tower(np.zeros((1, 1176), np.float32), [(1024, 32, 32)])
+        message = r"1,048,576 tokens needs about \d\.\d GiB .* 1\.0 GiB"
+        with pytest.raises(MemoryError, match=message):
+            tower(np.zeros((1, config.patch_dim), np.float32), [(1024, 32, 32)])
 
     def test_missing_checkpoint(self, tmp_path):
         with pytest.raises(CheckpointError, match="nowhere"):
@@ -204,7 +249,7 @@ class HuggingFaceContract:
     def test_fp32_equals_hugging_face_after_each_block(self, config, hugging_face, tower, grid):
         patches = random_patches(config, grid)
         theirs, their_states = hugging_face.run(patches, grid)
-        ours = self.numpy(tower(patches, grid))
+        ours = side_by_side(tower(patches, grid), self.numpy)
         assert relative_error(ours, theirs) < FP32_TOLERANCE
         our_states = tower.hidden_states(patches, grid)
         for our_state, their_state in zip(our_states, their_states, strict=True):
@@ -222,7 +267,7 @@ class HuggingFaceContract:
     )
     def test_fp32_equals_hugging_face_on_any_grid(self, config, hugging_face, tower, grid):
         patches = random_patches(config, grid, seed=1)
-        ours = self.numpy(tower(patches, grid))
+        ours = side_by_side(tower(patches, grid), self.numpy)
         assert relative_error(ours, hugging_face(patches, grid)) < FP32_TOLERANCE
 
     def test_bf16_is_no_further_from_fp32_than_hugging_face_is(
@@ -236,7 +281,7 @@ class HuggingFaceContract:
         ours = map(self.numpy, tower.hidden_states(patches, grid))
         stages = [
             *zip(ours, theirs, exact, strict=True),
-            (self.numpy(tower(patches, grid)), their_embeddings, exact_embeddings),
+            (side_by_side(tower(patches, grid), self.numpy), their_embeddings, exact_embeddings),
         ]
         for our_state, their_state, exact_state in stages:
             their_error = relative_error(their_state, exact_state)

@@ -28,12 +28,8 @@ def test_report_links_charts_that_are_there(directory):
     text = out.read_text()
     folder = directory / "imaginary-gpu"
     charts = (
-        "windows.svg",
-        "frames.svg",
-        "fusion.svg",
-        "tower.svg",
-        "integration.svg",
-        "layers.svg",
+        *("windows.svg", "frames.svg", "fusion.svg", "integration.svg"),
+        *("tower.svg", "qwen3-tower.svg", "tower-layers.svg", "qwen3-tower-layers.svg"),
     )
     for chart in charts:
         assert f"(imaginary-gpu/{chart})" in text
@@ -86,6 +82,16 @@ def test_ratios():
     assert (
         ratios([r for r in records if r.implementation == synthetic.MISSING], ["windows-448"]) == ""
     )
+
+
+def test_families_and_sizes():
+    records = [
+        Record(name, "torch") for name in ("windows-448", "qwen3-tower-video-16x448", "tower-448")
+    ]
+    found = markdown.families(synthetic.as_results("towers", records))
+    assert list(found) == ["windows", "qwen3-tower", "tower"]
+    sizes = [markdown.size(name) for workloads in found.values() for name in workloads]
+    assert sizes == ["448", "video-16x448", "448"]
 
 
 def test_integration_sets_hugging_face_against_the_accelerated_tower():

@@ -20,16 +20,17 @@ from flax_models import plan_layout  # noqa: E402
 from tests.random_calls import random_calls, tokens_of  # noqa: E402
 from tests.tower_checkpoints import (  # noqa: E402
     GRIDS,
+    SMALL_TOWERS,
     WINDOWS_ALONE,
     random_patches,
     write_checkpoint,
 )
 from tests.tower_contract import (  # noqa: E402
-    CONFIG,
     FP32_TOLERANCE,
     HuggingFaceContract,
     TowerContract,
     relative_error,
+    side_by_side,
 )
 
 
@@ -59,9 +60,15 @@ class TestTorchTowerAgainstHuggingFace(TorchTower, HuggingFaceContract):
     """Equality with Hugging Face's tower."""
 
 
+@pytest.fixture(scope="module", params=["head_dim_16", "qwen3_vl"])
+def config(request):
+    """With windows; and without, with a table of positions and DeepStack."""
+    return SMALL_TOWERS[request.param]
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("tower"), CONFIG)
+def directory(config, tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("tower"), config)
 
 
 @pytest.fixture(scope="module")
@@ -69,55 +76,67 @@ def tower(directory):
     return load_vision_tower(directory, torch.float32, compile=False, cuda_graphs=False)
 
 
-def test_equals_the_flax_tower(tower, directory):
+def test_equals_the_flax_tower(config, tower, directory):
     pytest.importorskip("flax")
     from flax_models import load_vision_tower as load_flax_tower
 
     grid = GRIDS["mix"]
-    patches = random_patches(CONFIG, grid)
-    flax = np.asarray(load_flax_tower(directory, "float32")(patches, grid))
-    assert relative_error(tower(patches, grid).cpu().numpy(), flax) < FP32_TOLERANCE
+    patches = random_patches(config, grid)
+    flax = side_by_side(load_flax_tower(directory, "float32")(patches, grid))
+    assert relative_error(rows(tower, patches, grid), flax) < FP32_TOLERANCE
 
 
-def test_nothing_is_recorded_for_gradients(tower):
+def rows(tower, patches, grid):
+    return side_by_side(tower(patches, grid), TorchTower.numpy)
+
+
+def tensors(result):
+    """All that a call returns."""
+    embeddings, features = result if isinstance(result, tuple) else (result, ())
+    return (embeddings, *features)
+
+
+def test_nothing_is_recorded_for_gradients(config, tower):
     grid = GRIDS["clip"]
-    patches = torch.tensor(random_patches(CONFIG, grid), requires_grad=True)
-    assert not tower(patches, grid).requires_grad
+    patches = torch.tensor(random_patches(config, grid), requires_grad=True)
+    assert not any(array.requires_grad for array in tensors(tower(patches, grid)))
     assert not any(state.requires_grad for state in tower.hidden_states(patches, grid))
     assert not any(parameter.requires_grad for parameter in tower.parameters())
 
 
-def test_a_bucketed_call_equals_the_unpadded_one(tower):
+def test_a_bucketed_call_equals_the_unpadded_one(config, tower):
     grid = GRIDS["edge_windows"]
-    patches = random_patches(CONFIG, grid)
+    patches = random_patches(config, grid)
     assert len(tower.prepare(patches, grid)[0]) > len(patches)
-    layout = layout_tensors(plan_layout(CONFIG, grid), tower.device)
+    layout = layout_tensors(plan_layout(config, grid), tower.device)
     unpadded = encode(tower, torch.tensor(patches, device=tower.device), layout)
-    ours = tower(patches, grid)
-    assert relative_error(ours.cpu().numpy(), unpadded.cpu().numpy()) < FP32_TOLERANCE
+    expected = side_by_side(unpadded, TorchTower.numpy)
+    assert relative_error(rows(tower, patches, grid), expected) < FP32_TOLERANCE
 
 
-def test_padding_never_leaks(tower):
+def test_padding_never_leaks(config, tower):
     grid = GRIDS["edge_windows"]
-    patches, layout = tower.prepare(random_patches(CONFIG, grid), grid)
+    patches, layout = tower.prepare(random_patches(config, grid), grid)
     spoilt = patches.clone()
     spoilt[layout.num_tokens :] = 1e3
     clean, dirty = (
-        encode(tower, values, layout)[: layout.num_merged] for values in (patches, spoilt)
+        side_by_side(encode(tower, values, layout), TorchTower.numpy)[: layout.num_merged]
+        for values in (patches, spoilt)
     )
-    assert torch.equal(clean, dirty)
+    np.testing.assert_array_equal(clean, dirty)
 
 
-def test_more_tokens_than_the_largest_bucket(directory):
+def test_more_tokens_than_the_largest_bucket(config, directory):
     small = load_vision_tower(directory, torch.float32, token_buckets=(16, 32))
     with pytest.raises(ValueError, match=r"64 tokens.* largest token bucket \(32\)"):
-        small(np.zeros((64, 1176), np.float32), [(1, 8, 8)])
+        small(np.zeros((64, config.patch_dim), np.float32), [(1, 8, 8)])
 
 
-def test_encode_refuses_patches_of_another_layout(tower):
-    layout = layout_tensors(plan_layout(CONFIG, [(1, 4, 4)]), tower.device)
-    with pytest.raises(ValueError, match=r"layout's shape \[16, 1176\], got \[8, 1176\]"):
-        encode(tower, torch.zeros((8, CONFIG.patch_dim), device=tower.device), layout)
+def test_encode_refuses_patches_of_another_layout(config, tower):
+    dim = config.patch_dim
+    layout = layout_tensors(plan_layout(config, [(1, 4, 4)]), tower.device)
+    with pytest.raises(ValueError, match=rf"layout's shape \[16, {dim}\], got \[8, {dim}\]"):
+        encode(tower, torch.zeros((8, dim), device=tower.device), layout)
 
 
 class CpuRecorder:
@@ -131,7 +150,12 @@ class CpuRecorder:
     def record(self, run):
         outputs = run()
         self.recorded.append(outputs)
-        return lambda: outputs.copy_(run()), outputs
+
+        def replay():
+            for written, computed in zip(tensors(outputs), tensors(run()), strict=True):
+                written.copy_(computed)
+
+        return replay, outputs
 
     @contextlib.contextmanager
     def turn(self):
@@ -158,72 +182,71 @@ def recording_tower(recorded, directory):
     return tower
 
 
-def test_replays_equal_the_pass_itself(tower, recording_tower, recorded):
+def test_replays_equal_the_pass_itself(config, tower, recording_tower, recorded):
     for name in (*GRIDS, *GRIDS):
-        patches = random_patches(CONFIG, GRIDS[name])
-        ours = recording_tower(patches, GRIDS[name])
-        expected = tower(patches, GRIDS[name]).cpu()
-        assert relative_error(ours.numpy(), expected.numpy()) < FP32_TOLERANCE
+        patches = random_patches(config, GRIDS[name])
+        ours, expected = (rows(each, patches, GRIDS[name]) for each in (recording_tower, tower))
+        assert relative_error(ours, expected) < FP32_TOLERANCE
     assert len(recorded) == len(recording_tower.graphs) == 2
 
 
-def test_a_result_outlives_the_next_replay(recording_tower):
+def test_a_result_outlives_the_next_replay(config, recording_tower):
     grid = GRIDS["clip"]
-    first = recording_tower(random_patches(CONFIG, grid), grid)
-    kept = first.clone()
-    recording_tower(random_patches(CONFIG, grid, seed=1), grid)
-    assert torch.equal(first, kept)
+    first = tensors(recording_tower(random_patches(config, grid), grid))
+    kept = [result.clone() for result in first]
+    recording_tower(random_patches(config, grid, seed=1), grid)
+    assert all(map(torch.equal, first, kept))
 
 
-def test_what_an_earlier_call_left_in_the_padding_is_gone(recording_tower):
+def test_what_an_earlier_call_left_in_the_padding_is_gone(config, recording_tower):
     small, large = GRIDS["smaller_than_a_window"], GRIDS["one_whole_window"]
-    patches = random_patches(CONFIG, small)
-    before = recording_tower(patches, small)
-    recording_tower(np.full((64, CONFIG.patch_dim), np.nan, np.float32), large)
-    assert torch.equal(recording_tower(patches, small), before)
+    patches = random_patches(config, small)
+    before = rows(recording_tower, patches, small)
+    recording_tower(np.full((64, config.patch_dim), np.nan, np.float32), large)
+    np.testing.assert_array_equal(rows(recording_tower, patches, small), before)
 
 
-def test_the_least_recently_used_recording_is_forgotten_first(recording_tower, recorded):
+def test_the_least_recently_used_recording_is_forgotten_first(config, recording_tower, recorded):
     recording_tower.graphs = GraphCache(limit=2)
     recording_tower.token_buckets = (16, 32, 64)
     for tokens in (16, 32, 16, 64, 16, 32):
         grid = [(1, 2, tokens // 2)]
-        recording_tower(random_patches(CONFIG, grid), grid)
-    assert [len(outputs) * 4 for outputs in recorded] == [16, 32, 64, 32]
+        recording_tower(random_patches(config, grid), grid)
+    assert [len(tensors(outputs)[0]) * 4 for outputs in recorded] == [16, 32, 64, 32]
 
 
-def test_recordings_are_forgotten_when_parameters_move(recording_tower):
+def test_recordings_are_forgotten_when_parameters_move(config, recording_tower):
     grid = GRIDS["clip"]
-    patches = random_patches(CONFIG, grid)
-    before = recording_tower(patches, grid)
+    patches = random_patches(config, grid)
+    before = rows(recording_tower, patches, grid)
     recording_tower.half()
     assert len(recording_tower.graphs) == 0
-    assert recording_tower(patches, grid).dtype == torch.float16
+    assert tensors(recording_tower(patches, grid))[0].dtype == torch.float16
     weights = {name: torch.zeros_like(p) for name, p in recording_tower.state_dict().items()}
     recording_tower.load_state_dict(weights, assign=True)
     assert len(recording_tower.graphs) == 0
-    assert recording_tower(patches, grid).abs().max() == 0 < before.abs().max()
+    assert np.abs(rows(recording_tower, patches, grid)).max() == 0 < np.abs(before).max()
 
 
-def test_a_copy_of_a_tower_records_for_itself(recording_tower):
+def test_a_copy_of_a_tower_records_for_itself(config, recording_tower):
     grid = GRIDS["clip"]
-    patches = random_patches(CONFIG, grid)
-    expected = recording_tower(patches, grid)
+    patches = random_patches(config, grid)
+    expected = rows(recording_tower, patches, grid)
     copied = copy.deepcopy(recording_tower)
     assert len(copied.graphs) == 0
     for parameter in recording_tower.parameters():
         parameter.zero_()
-    assert torch.equal(copied(patches, grid), expected)
+    np.testing.assert_array_equal(rows(copied, patches, grid), expected)
 
 
-def test_threads_may_call_at_once(tower, recording_tower):
+def test_threads_may_call_at_once(config, tower, recording_tower):
     names = [*GRIDS] * 4
-    inputs = [random_patches(CONFIG, GRIDS[name], seed) for seed, name in enumerate(names)]
+    inputs = [random_patches(config, GRIDS[name], seed) for seed, name in enumerate(names)]
     with ThreadPoolExecutor(4) as threads:
         ours = [*threads.map(recording_tower, inputs, (GRIDS[name] for name in names))]
-    for name, patches, embeddings in zip(names, inputs, ours, strict=True):
-        expected = tower(patches, GRIDS[name]).cpu()
-        assert relative_error(embeddings.numpy(), expected.numpy()) < FP32_TOLERANCE
+    for name, patches, result in zip(names, inputs, ours, strict=True):
+        expected = rows(tower, patches, GRIDS[name])
+        assert relative_error(side_by_side(result, TorchTower.numpy), expected) < FP32_TOLERANCE
 
 
 def test_any_image_takes_few_recordings_and_compilations(tmp_path, recorded):
@@ -251,8 +274,9 @@ def test_graphs_need_a_gpu(directory):
         load_vision_tower(directory, device="cpu", cuda_graphs=True)
 
 
+@pytest.mark.parametrize("config", ["head_dim_16"], indirect=True)
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_kernel_and_reference_agree_in_the_tower(tower, directory, implementation):
+def test_kernel_and_reference_agree_in_the_tower(config, tower, directory, implementation):
     from triton_kernels.attention import INTERPRETED
 
     if implementation == "triton" and not (INTERPRETED or torch.cuda.is_available()):
@@ -261,8 +285,8 @@ def test_kernel_and_reference_agree_in_the_tower(tower, directory, implementatio
         directory, torch.float32, implementation=implementation, compile=False
     )
     grid = GRIDS["edge_windows"]
-    patches = random_patches(CONFIG, grid)
-    ours, expected = (each(patches, grid).cpu().numpy() for each in (other, tower))
+    patches = random_patches(config, grid)
+    ours, expected = (rows(each, patches, grid) for each in (other, tower))
     assert relative_error(ours, expected) < FP32_TOLERANCE
 
 
@@ -271,46 +295,47 @@ def test_kernel_and_reference_agree_in_the_tower(tower, directory, implementatio
 @pytest.mark.filterwarnings("ignore:Please use the new API settings to control TF32:UserWarning")
 @pytest.mark.gpu  # on a CPU compiling takes a C++ compiler and minutes
 @pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_compiled_blocks_give_the_same_embeddings(tower, directory, cuda_graphs):
+def test_compiled_blocks_give_the_same_embeddings(config, tower, directory, cuda_graphs):
     compiled = load_vision_tower(
         directory, torch.float32, compile=True, cuda_graphs=cuda_graphs, token_buckets=(64, 448)
     )
     for name in (*GRIDS, *GRIDS):
-        patches = random_patches(CONFIG, GRIDS[name])
-        ours, expected = (each(patches, GRIDS[name]).cpu().numpy() for each in (compiled, tower))
+        patches = random_patches(config, GRIDS[name])
+        ours, expected = (rows(each, patches, GRIDS[name]) for each in (compiled, tower))
         assert relative_error(ours, expected) < FP32_TOLERANCE
     assert (compiled.graphs is None) or len(compiled.graphs) == 2
 
 
 @pytest.mark.gpu
-def test_a_replay_does_not_wait_for_the_gpu(directory):
+def test_a_replay_does_not_wait_for_the_gpu(config, directory):
     tower = load_vision_tower(directory, torch.float32, compile=False)
     grid = GRIDS["mix"]
-    patches = torch.tensor(random_patches(CONFIG, grid), device=tower.device)
-    expected = tower(patches, grid)
+    patches = torch.tensor(random_patches(config, grid), device=tower.device)
+    expected = tensors(tower(patches, grid))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        ours = tower(patches, grid)
+        ours = tensors(tower(patches, grid))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(ours, expected)
+    assert all(map(torch.equal, ours, expected))
 
 
 @pytest.mark.gpu
-def test_streams_take_turns(directory):
+def test_streams_take_turns(config, directory):
     tower = load_vision_tower(directory, torch.float32, compile=False)
     names = [*GRIDS] * 4
     inputs = [
-        torch.tensor(random_patches(CONFIG, GRIDS[name], seed), device=tower.device)
+        torch.tensor(random_patches(config, GRIDS[name], seed), device=tower.device)
         for seed, name in enumerate(names)
     ]
-    expected = [tower(values, GRIDS[name]) for values, name in zip(inputs, names, strict=True)]
+    calls = list(zip(inputs, (GRIDS[name] for name in names), strict=True))
+    expected = [tensor for call in calls for tensor in tensors(tower(*call))]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(3)]
     ours = []
-    for number, (values, name) in enumerate(zip(inputs, names, strict=True)):
+    for number, call in enumerate(calls):
         with torch.cuda.stream(streams[number % 3]):
-            ours.append(tower(values, GRIDS[name]))
+            ours += tensors(tower(*call))
     torch.cuda.synchronize()
     assert all(map(torch.equal, ours, expected))

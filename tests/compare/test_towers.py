@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -12,15 +13,15 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
-from compare import huggingface, peers_torch, timing, tower_agreement, tower_bench
+from compare import huggingface, peers_torch, timing, tower_agreement, tower_bench, towers
 from compare.ceilings import Ceilings
 from compare.errors import UnavailableError
 from compare.integration import bench_integration
 from compare.metrics import relative_rms_error
 from compare.tower_agreement import check_towers
+from compare.tower_workloads import TowerWorkload, Visual
 from compare.towers import HuggingFaceTower, TowerImplementation
-from compare.workloads import TowerWorkload, Visual
-from flax_models import VisionConfig, preprocess
+from flax_models import ImageConfig, VisionConfig, preprocess
 from tests.compare.test_peers import naive_varlen
 
 CONFIG = VisionConfig(
@@ -33,26 +34,47 @@ CONFIG = VisionConfig(
 )
 
 
+QWEN2 = VisionConfig.of(
+    "qwen2_vl", depth=2, hidden_size=32, num_heads=2, intermediate_size=128, out_hidden_size=24
+)
+QWEN3 = VisionConfig.of(
+    "qwen3_vl",
+    depth=2,
+    hidden_size=32,
+    num_heads=2,
+    intermediate_size=36,
+    out_hidden_size=24,
+    num_position_embeddings=25,
+    deepstack_visual_indexes=(0,),
+)
+TOWERS = {"tower": CONFIG, "qwen2-tower": QWEN2, "qwen3-tower": QWEN3}
+
+
+@pytest.fixture(scope="module", params=TOWERS)
+def config(request):
+    return TOWERS[request.param]
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory, config):
     directory = tmp_path_factory.mktemp("checkpoint")
-    huggingface.random_checkpoint(directory, CONFIG)
+    huggingface.random_checkpoint(directory, config)
     return directory
 
 
 @pytest.fixture(scope="module")
-def inputs():
+def inputs(config):
     pixels = np.random.default_rng(0).integers(0, 256, (140, 196, 3), dtype=np.uint8)
-    return preprocess([pixels])
+    return preprocess([pixels], replace(ImageConfig.of(config), min_pixels=1))
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(tower_agreement, "SMALL_CONFIG", CONFIG)
+    monkeypatch.setattr(tower_agreement, "SMALL_TOWERS", {"tower": CONFIG})
 
 
-def square(side):
-    return TowerWorkload(f"tower-{side}", (Visual(side, side),))
+def square(side, tower="tower"):
+    return TowerWorkload(f"{tower}-{side}", (Visual(side, side),), TOWERS[tower])
 
 
 class Disturbed(HuggingFaceTower):
@@ -80,13 +102,16 @@ def unavailable(directory):
     raise UnavailableError("no such tower")
 
 
-def test_our_towers_agree_after_every_layer(small):
+def test_our_towers_agree_after_every_layer(monkeypatch):
+    compared = {name: TOWERS[name] for name in ("tower", "qwen3-tower")}
+    monkeypatch.setattr(tower_agreement, "SMALL_TOWERS", compared)
     records = check_towers(small=True)
+    assert {record.workload for record in records} == {f"{name}-photographs" for name in compared}
     judged = [record for record in records if record.passed is not None]
     assert all(record.passed for record in judged)
     for name in ("torch", "flax"):
         layers = [record.layer for record in judged if record.implementation == name]
-        assert layers == [0, 1, None]
+        assert layers == [0, 1, None] * len(compared)
 
 
 def test_a_wrong_layer_fails(small, capsys):
@@ -117,7 +142,7 @@ def test_checkpoint_tells_mistakes_apart(checkpoint):
 @pytest.mark.skipif(
     int(metadata.version("transformers").partition(".")[0]) < 5, reason="needs transformers 5"
 )
-def test_varlen_attention_reaches_hugging_faces_tower(monkeypatch, checkpoint, inputs):
+def test_varlen_attention_reaches_hugging_faces_tower(monkeypatch, config, checkpoint, inputs):
     calls = []
 
     def varlen(q, k, v, cu_seqlens, max_seqlen):
@@ -128,9 +153,10 @@ def test_varlen_attention_reaches_hugging_faces_tower(monkeypatch, checkpoint, i
     results = []
     for attention in ("SDPA", "FA2"):
         tower = HuggingFaceTower(huggingface.load(checkpoint, torch.float32, attention))
-        results.append(tower.encode(*tower.put(*inputs)))
+        results.append(tower.tensor(tower.encode(*tower.put(*inputs))))
     assert relative_rms_error(*results) < 1e-5
-    assert calls == [64, 140]
+    frame = int(inputs[1].prod())
+    assert calls == ([64, frame] if config.family.windows else [frame, frame])
 
 
 def test_true_fp32_puts_settings_back():
@@ -141,16 +167,26 @@ def test_true_fp32_puts_settings_back():
     assert [setting.fp32_precision for setting in settings] == before
 
 
+def test_a_peak_of_jax_that_did_not_grow_is_not_the_calls_own(monkeypatch):
+    tower = towers._JaxTower(model=None)
+    peaks = iter([3 << 20, 5 << 20, 5 << 20, 5 << 20, None, None])
+    monkeypatch.setattr(tower, "_peak", lambda: next(peaks))
+    seen = []
+    for _ in range(3):
+        tower.reset_peak_memory()
+        seen.append(tower.peak_memory_mib())
+    assert seen == [5, None, None]
+
+
 @pytest.fixture
 def benchmark_on_cpu(monkeypatch):
-    monkeypatch.setattr(VisionConfig, "qwen2_5_vl_7b", classmethod(lambda cls: CONFIG))
     ceilings = SimpleNamespace(measure=lambda: Ceilings(4e12, 4e12, 8e14))
     monkeypatch.setattr(tower_bench, "ceilings_module", ceilings)
     monkeypatch.setattr(timing, "WALL_SECONDS", 0.01)
 
 
 def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
-    workloads = [square(112), square(224)]
+    workloads = [square(112), square(224), square(224, "qwen3-tower")]
     records, _ = tower_bench.bench_towers(workloads)
     by_name = {(r.workload, r.implementation): r for r in records}
     for workload in workloads:
@@ -167,7 +203,7 @@ def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
 
 def test_the_accelerated_tower_is_timed_beside_hugging_faces(benchmark_on_cpu, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(compile_without_code))
-    records, _ = bench_integration([TowerWorkload("integration-112", 112)])
+    records, _ = bench_integration([square(112)])
     by_name = {record.implementation: record for record in records}
     for name in ("accelerated", "accelerated, compiled"):
         assert by_name[name].passed

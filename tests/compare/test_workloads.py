@@ -1,22 +1,22 @@
 import itertools
+import math
 
 import numpy as np
 import pytest
 
 from compare.errors import InputError
 from compare.kernel_bench import all_implementations
+from compare.tower_workloads import INTEGRATION_WORKLOADS, TOWER_WORKLOADS
 from compare.workloads import (
     DTYPES,
     FRAMES_MIX,
     FRAMES_MIX_PARTS,
-    INTEGRATION_WORKLOADS,
     KERNEL_WORKLOADS,
-    TOWER_WORKLOADS,
     KernelWorkload,
     choose,
     variant,
 )
-from flax_models import VisionConfig
+from flax_models.checkpoint import expected_tensors
 
 SIDES = (448, 672, 896, 1344)
 
@@ -25,10 +25,10 @@ def test_names():
     square = [f"{k}-{s}" for k in ("windows", "frames") for s in SIDES]
     assert list(KERNEL_WORKLOADS)[: len(square)] == square
     assert all(name == workload.name for name, workload in KERNEL_WORKLOADS.items())
-    assert list(TOWER_WORKLOADS) == [
-        *(f"tower-{s}" for s in SIDES),
-        *("tower-video-16x448", "tower-video-8x16x448", "tower-batch-32"),
-    ]
+    sizes = (*SIDES, "video-16x448")
+    towers = ("tower", "qwen2-tower", "qwen3-tower")
+    shared = [f"{tower}-{size}" for tower in towers for size in sizes]
+    assert list(TOWER_WORKLOADS) == [*shared, "tower-video-8x16x448", "tower-batch-32"]
     assert list(INTEGRATION_WORKLOADS) == [f"integration-{s}" for s in SIDES]
 
 
@@ -107,14 +107,33 @@ def test_bytes_and_operations_of_one_call():
     ("side", "milliseconds"), [(448, 1.8), (672, 4.1), (896, 7.4), (1344, 17.8)]
 )
 def test_tower_floor_is_the_known_one(side, milliseconds):
-    config, workload = VisionConfig.qwen2_5_vl_7b(), TOWER_WORKLOADS[f"tower-{side}"]
-    floor_s = workload.matrix_flops(config) / 790e12 + workload.bytes_moved(config) / 4.06e12
+    workload = TOWER_WORKLOADS[f"tower-{side}"]
+    floor_s = workload.matrix_flops / 790e12 + workload.bytes_moved / 4.06e12
     assert 1e3 * floor_s == pytest.approx(milliseconds, abs=0.07)
+
+
+@pytest.mark.parametrize("tower", ["qwen2-tower", "qwen3-tower"])
+def test_operations_of_a_tower_without_windows(tower):
+    """Twice the weights of every product for each row that meets it, and the attention's."""
+    workload = TOWER_WORKLOADS[f"{tower}-448"]
+    config, tokens = workload.config, workload.tokens
+    assert tokens == (448 // config.patch_size) ** 2
+    shapes = expected_tensors(config)
+    del shapes["patch_embed.proj.weight"]
+    shapes.pop("pos_embed.weight", None)
+    products = 2 * tokens * config.patch_dim * config.hidden_size
+    for name, shape in shapes.items():
+        rows = tokens if name.startswith("blocks.") else tokens // 4
+        products += 2 * rows * math.prod(shape) if len(shape) == 2 else 0
+    attention = config.depth * 4 * tokens**2 * config.hidden_size
+    assert workload.matrix_flops == products + attention
+    assert workload.bytes_moved == 0
 
 
 def test_a_clip_has_two_frames_in_each_temporal_patch():
     assert TOWER_WORKLOADS["tower-video-16x448"].grid_thw == ((8, 32, 32),)
     assert TOWER_WORKLOADS["tower-video-16x448"].tokens == 8 * 32 * 32
+    assert TOWER_WORKLOADS["qwen3-tower-video-16x448"].grid_thw == ((8, 28, 28),)
 
 
 def test_clips_and_images_of_one_call():

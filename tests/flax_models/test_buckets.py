@@ -41,9 +41,19 @@ def test_every_grid_fits_its_bucket(grid):
     np.testing.assert_array_equal(by_tokens.cu_frame_seqlens, plan.cu_frame_seqlens)
 
 
-@pytest.mark.parametrize("grid", [(1, 32, 32), (1, 48, 48), (1, 64, 64), (1, 96, 96), (8, 32, 32)])
-def test_workloads_fit_without_padding(grid):
-    assert choose_bucket(CONFIG, [grid]).tokens == tokens_of([grid])
+@pytest.mark.parametrize("config", [CONFIG, VisionConfig.qwen2_vl_7b(), VisionConfig.qwen3_vl_8b()])
+@pytest.mark.parametrize("visual", [(1, 448), (1, 672), (1, 896), (1, 1344), (8, 448)])
+def test_workloads_fit_without_padding(config, visual):
+    frames, side = visual
+    grid = [(frames, side // config.patch_size, side // config.patch_size)]
+    assert choose_bucket(config, grid).tokens == tokens_of(grid)
+
+
+def test_clips_need_no_buckets_of_their_own_where_frames_are_windows():
+    config = VisionConfig.qwen2_vl_7b()
+    for grid in ([(1, 16, 16)], [(8, 4, 8)], [(16, 4, 4)]):
+        bucket = choose_bucket(config, grid)
+        assert (bucket.tokens, bucket.windows) == (256, bucket.frames)
 
 
 @pytest.mark.parametrize("tokens", [20_484, 65_536, 65_540, 1_000_000, MAX_TOKENS - 4, MAX_TOKENS])

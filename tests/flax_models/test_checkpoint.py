@@ -84,6 +84,18 @@ def test_expected_tensors_of_the_published_tower():
     assert sum(math.prod(shape) for shape in shapes.values()) == 676_550_144
 
 
+def test_expected_tensors_of_the_other_families():
+    shapes = expected_tensors(VisionConfig.qwen2_vl_7b())
+    assert len(shapes) == 1 + 32 * 12 + 6
+    assert shapes["blocks.31.mlp.fc2.weight"] == (1280, 5120)
+    assert sum(math.prod(shape) for shape in shapes.values()) == 675_759_104
+    shapes = expected_tensors(VisionConfig.qwen3_vl_8b())
+    assert len(shapes) == 3 + 27 * 12 + 4 * 6
+    assert shapes["pos_embed.weight"] == (2304, 1152)
+    assert shapes["merger.norm.bias"] == (1152,)
+    assert shapes["deepstack_merger_list.2.norm.bias"] == (4608,)
+
+
 def test_opens_only_the_files_that_hold_vision_tensors(tmp_path, tiny_config):
     tensors = random_tensors(tiny_config)
     save_file(tensors, tmp_path / "vision.safetensors")
@@ -218,6 +230,27 @@ def test_tensors_that_the_configuration_does_not_know(tmp_path, tiny_config):
         CheckpointError, match=r"holds the tensor 'blocks.2.attn.proj.bias' and 11 more, which"
     ):
         read_checkpoint(tiny_config, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pos_embed.weight", "deepstack_merger_list.0.norm.bias"])
+def test_tensors_of_qwen3_that_are_missing_or_too_many(tmp_path, name):
+    config = VisionConfig.of(
+        "qwen3_vl",
+        depth=2,
+        hidden_size=32,
+        num_heads=2,
+        intermediate_size=36,
+        num_position_embeddings=25,
+        deepstack_visual_indexes=(0,),
+    )
+    tensors = random_tensors(config)
+    fewer = VisionConfig.of("qwen2_vl", depth=2, hidden_size=32, num_heads=2)
+    save_single(tmp_path, random_tensors(fewer) | {name: tensors[name]})
+    with pytest.raises(CheckpointError, match=rf"'{name}.*configuration knows nothing of"):
+        read_checkpoint(fewer, tmp_path)
+    del tensors[name]
+    with pytest.raises(CheckpointError, match=f"lacks the tensor '{name}'$"):
+        read_checkpoint(config, save_single(tmp_path, tensors))
 
 
 def test_every_tensor_is_checked_before_any_is_read(tmp_path, tiny_config, monkeypatch):

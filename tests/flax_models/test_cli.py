@@ -13,7 +13,7 @@ from safetensors import safe_open
 pytest.importorskip("jax")
 pytest.importorskip("flax")
 
-from flax_models import load_vision_tower, preprocess
+from flax_models import ImageConfig, load_vision_tower, preprocess
 from flax_models.__main__ import main
 from tests.tower_checkpoints import SMALL_TOWERS, write_checkpoint
 
@@ -62,6 +62,23 @@ def read(path):
     with safe_open(path, framework="numpy") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return arrays, json.loads(file.metadata()["images"])
+
+
+@pytest.mark.parametrize("out", ["out.npz", "out.safetensors"])
+def test_deepstack_features_are_written_beside_the_embeddings(run, images, tmp_path, out):
+    checkpoint = write_checkpoint(tmp_path / "qwen3", SMALL_TOWERS["qwen3_vl"])
+    settings = {"size": {"shortest_edge": 64 * 64, "longest_edge": 96 * 160}}
+    settings |= {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (checkpoint / "preprocessor_config.json").write_text(json.dumps(settings))
+    assert run("--dtype", "float32", checkpoint=checkpoint, out=out)[::2] == (0, "")
+    arrays, _ = read(tmp_path / out)
+    pixel_values, grid_thw = preprocess(images, ImageConfig.from_pretrained(checkpoint))
+    embeddings, features = load_vision_tower(checkpoint, "float32")(pixel_values, grid_thw)
+    np.testing.assert_array_equal(arrays.pop("grid_thw"), grid_thw)
+    assert set(arrays) == {f"{what}_{i}" for what in ("embeddings", "deepstack") for i in range(3)}
+    for what, axis, expected in (("embeddings", 0, embeddings), ("deepstack", 1, features)):
+        ours = np.concatenate([arrays[f"{what}_{i}"] for i in range(3)], axis=axis)
+        np.testing.assert_array_equal(ours, np.asarray(expected))
 
 
 @pytest.mark.parametrize("out", ["out.npz", "out.safetensors"])

@@ -6,6 +6,7 @@ import pytest
 
 import flax_models
 from flax_models import CheckpointError, VisionConfig
+from flax_models.families import FAMILIES
 
 # As published with Qwen2.5-VL 7B, less the language model.
 PUBLISHED = {
@@ -25,6 +26,44 @@ PUBLISHED = {
         "window_size": 112,
         "fullatt_block_indexes": [7, 15, 23, 31],
         "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+}
+
+
+# Less the language model, what was published with Qwen2-VL 7B and Qwen3-VL 8B.
+PUBLISHED_QWEN2 = {
+    "model_type": "qwen2_vl",
+    "hidden_size": 3584,
+    "vision_config": {
+        "depth": 32,
+        "embed_dim": 1280,
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "in_chans": 3,
+        "hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    },
+}
+PUBLISHED_QWEN3 = {
+    "model_type": "qwen3_vl",
+    "vision_config": {
+        "deepstack_visual_indexes": [8, 16, 24],
+        "depth": 27,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 4304,
+        "model_type": "qwen3_vl",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 4096,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
         "temporal_patch_size": 2,
     },
 }
@@ -58,6 +97,22 @@ def test_presets(preset, intermediate, out):
     assert config.fullatt_block_indexes == (7, 15, 23, 31)
 
 
+def test_derived_sizes_of_the_other_families():
+    qwen2, qwen3 = VisionConfig.qwen2_vl_7b(), VisionConfig.qwen3_vl_8b()
+    assert (qwen2.head_dim, qwen2.patch_dim, qwen2.intermediate_size) == (80, 1176, 5120)
+    assert (qwen3.head_dim, qwen3.patch_dim, qwen3.aligned_intermediate_size) == (72, 1536, 4352)
+    assert qwen3.position_table_side == 48
+    small = VisionConfig.qwen3_vl_4b()
+    assert (small.head_dim, small.depth, small.out_hidden_size) == (64, 24, 2560)
+
+
+def test_which_blocks_see_frames():
+    windowed = VisionConfig.qwen2_5_vl_7b()
+    assert [b for b in range(windowed.depth) if windowed.sees_frames(b)] == [7, 15, 23, 31]
+    for config in (VisionConfig.qwen2_vl_7b(), VisionConfig.qwen3_vl_8b()):
+        assert all(map(config.sees_frames, range(config.depth)))
+
+
 def test_is_hashable_and_equal_by_value():
     assert len({VisionConfig(), VisionConfig.qwen2_5_vl_7b(), VisionConfig(depth=2)}) == 2
     assert VisionConfig(fullatt_block_indexes=[1]) == VisionConfig(fullatt_block_indexes=(1,))
@@ -65,6 +120,22 @@ def test_is_hashable_and_equal_by_value():
 
 def test_reads_a_whole_model(tmp_path):
     assert VisionConfig.from_pretrained(write(tmp_path, PUBLISHED)) == VisionConfig.qwen2_5_vl_7b()
+
+
+def test_reads_whole_models_of_the_other_families(tmp_path):
+    for published, expected in (
+        (PUBLISHED_QWEN2, VisionConfig.qwen2_vl_7b()),
+        (PUBLISHED_QWEN3, VisionConfig.qwen3_vl_8b()),
+    ):
+        assert VisionConfig.from_pretrained(write(tmp_path, published)) == expected
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_vl", "qwen3_vl_vision", "qwen3_vl_moe", "qwen3_vl_moe_vision"]
+)
+def test_names_of_one_family(tmp_path, model_type):
+    alone = PUBLISHED_QWEN3["vision_config"] | {"model_type": model_type}
+    assert VisionConfig.from_pretrained(write(tmp_path, alone)) == VisionConfig.qwen3_vl_8b()
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_5_vl_vision"])
@@ -84,14 +155,27 @@ def test_reads_what_hugging_face_saves(hf_model, hf_checkpoints):
     theirs = hf_model.config.vision_config
     for directory in (hf_checkpoints.tower, hf_checkpoints.whole, hf_checkpoints.sharded):
         ours = VisionConfig.from_pretrained(directory)
-        assert ours.model_type == "qwen2_5_vl"
-        assert ours.fullatt_block_indexes == tuple(theirs.fullatt_block_indexes)
+        assert ours.model_type == hf_model.config.model_type
+        assert ours.family.activation == theirs.hidden_act
+        # Sizes are under other names in Qwen2-VL: those of its layers tell.
+        block, merger = hf_model.model.visual.blocks[0], hf_model.model.visual.merger
+        *_, last = merger.parameters()
+        assert ours.hidden_size == block.attn.proj.out_features
+        assert ours.intermediate_size in {len(p) for p in block.mlp.parameters()}
+        assert ours.out_hidden_size == len(last)
         for name in (
-            *("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size"),
-            *("in_channels", "patch_size", "temporal_patch_size", "spatial_merge_size"),
-            *("window_size", "hidden_act"),
+            *("depth", "num_heads", "in_channels"),
+            *("patch_size", "temporal_patch_size", "spatial_merge_size"),
         ):
             assert getattr(ours, name) == getattr(theirs, name), name
+        for name, absent in {
+            "window_size": None,
+            "fullatt_block_indexes": (),
+            "num_position_embeddings": None,
+            "deepstack_visual_indexes": (),
+        }.items():
+            stated = getattr(theirs, name, absent)
+            assert getattr(ours, name) == (tuple(stated) if isinstance(stated, list) else stated)
 
 
 def test_blocks_past_the_last_are_ignored_as_hugging_face_does():
@@ -110,10 +194,15 @@ def test_blocks_past_the_last_are_ignored_as_hugging_face_does():
         ({"window_size": 100}, "window_size 100 is not a multiple of .* = 28 pixels"),
         ({"fullatt_block_indexes": [-1]}, r"must be block numbers from 0, got \[-1\]"),
         ({"fullatt_block_indexes": 7}, "must be block numbers from 0, got 7"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; qwen2_5_vl has 'silu'"),
         ({"rope_theta": 0.0}, "rope_theta must be a positive number, got 0.0"),
-        ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a positive number, got 'tiny'"),
-        ({"model_type": "vit"}, "unknown model type 'vit'; supported: qwen2_5_vl"),
+        ({"norm_eps": "tiny"}, "norm_eps must be a positive number, got 'tiny'"),
+        ({"model_type": "vit"}, "unknown model type 'vit'; supported: qwen2_vl, qwen2_5_vl, qwen3"),
+        ({"window_size": None}, "window_size must be a positive integer, got None"),
+        ({"num_position_embeddings": 4}, "qwen2_5_vl has no num_position_embeddings: it must be N"),
+        (
+            {"deepstack_visual_indexes": [1]},
+            r"qwen2_5_vl has no deepstack_visual_indexes: .*\(1,\)",
+        ),
     ],
 )
 def test_refuses_values_that_make_no_tower(values, message):
@@ -122,10 +211,63 @@ def test_refuses_values_that_make_no_tower(values, message):
 
 
 @pytest.mark.parametrize(
+    ("model_type", "values", "message"),
+    [
+        ("vit", {}, "unknown model type 'vit'"),
+        ("qwen2_vl", {"window_size": 112}, "qwen2_vl has no window_size: it must be None, got 112"),
+        ("qwen3_vl", {"fullatt_block_indexes": [7]}, "qwen3_vl has no fullatt_block_indexes"),
+        ("qwen3_vl", {"num_position_embeddings": None}, "must be a positive integer, got None"),
+        ("qwen3_vl", {"num_position_embeddings": 40}, "must be a square number, .* got 40"),
+        ("qwen3_vl", {"depth": 24}, r"different blocks of the 24 there are, got \[8, 16, 24\]"),
+        ("qwen3_vl", {"deepstack_visual_indexes": [3, 3]}, r"different blocks .* got \[3, 3\]"),
+        ("qwen3_vl", {"deepstack_visual_indexes": 3}, "must be block numbers from 0, got 3"),
+    ],
+)
+def test_refuses_what_a_family_does_not_have(model_type, values, message):
+    with pytest.raises(ValueError, match=message):
+        VisionConfig.of(model_type, **values)
+
+
+@pytest.mark.parametrize(
+    ("published", "changes", "message"),
+    [
+        (PUBLISHED_QWEN2, {"mlp_ratio": None}, "must be numbers, got 1280 and None"),
+        (PUBLISHED_QWEN2, {"mlp_ratio": 0}, "intermediate_size must be a positive integer, got 0"),
+        (PUBLISHED_QWEN2, {"hidden_act": "gelu"}, "is 'gelu'; qwen2_vl has 'quick_gelu'"),
+        (PUBLISHED_QWEN3, {"hidden_act": "silu"}, "is 'silu'; qwen3_vl has 'gelu_pytorch_tanh'"),
+        (PUBLISHED_QWEN3, {"patch_size": [16, 16]}, r"must be a positive integer, got \[16, 16\]"),
+        (PUBLISHED_QWEN3, {"deepstack_visual_indexes": "8"}, "must be block numbers from 0"),
+    ],
+)
+def test_refuses_files_of_the_other_families(tmp_path, published, changes, message):
+    vision = published["vision_config"] | changes
+    with pytest.raises(ValueError, match="config.json: .*" + message):
+        VisionConfig.from_pretrained(write(tmp_path, published | {"vision_config": vision}))
+
+
+@pytest.mark.parametrize("published", [PUBLISHED_QWEN2, PUBLISHED, PUBLISHED_QWEN3])
+def test_refuses_files_that_leave_sizes_out(tmp_path, published):
+    stated = published["vision_config"]
+    alone = {"model_type": published["model_type"]}
+    required = [
+        name for name in stated if name in FAMILIES[alone["model_type"]].config_keys.values()
+    ]
+    assert len(required) >= 5
+    for name in required:
+        vision = {key: value for key, value in stated.items() if key != name}
+        with pytest.raises(ValueError, match=f"config.json: it has no value for {name} of"):
+            VisionConfig.from_pretrained(write(tmp_path, vision | alone))
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llava"}, "config.json: unknown model type 'llava'; supported: qwen2_5_vl"),
-        ({"vision_config": {"model_type": "x"}}, "unknown model type 'x'; supported: qwen2_5_vl"),
+        (
+            {"vision_config": PUBLISHED["vision_config"] | {"hidden_act": "gelu"}},
+            "config.json: hidden_act is 'gelu'; qwen2_5_vl has 'silu'",
+        ),
+        ({"model_type": "llava"}, "config.json: unknown model type 'llava'; supported: qwen2_vl"),
+        ({"vision_config": {"model_type": "x"}}, "unknown model type 'x'; supported: qwen2_vl"),
         ({"vision_config": {"depth": 2}}, "has no value for hidden_size, num_heads"),
         (
             {"vision_config": PUBLISHED["vision_config"] | {"num_heads": 7}},

@@ -81,6 +81,7 @@ def capture_hugging_face(hf_model, grid):
     return seen
 
 
+@pytest.mark.parametrize("hf_model", ["qwen2_5_vl"], indirect=True)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_equals_hugging_face(hf_model, tiny_config, grid):
     plan = plan_layout(tiny_config, grid)
@@ -181,6 +182,30 @@ def test_window_size_is_the_configurations(grid, window_size):
     window = segment_of_each_token(plan.cu_window_seqlens, plan.num_tokens)
     pairs = np.unique(np.column_stack([window, blocks]), axis=0)
     assert len(pairs) == len(np.unique(blocks, axis=0)) == len(plan.cu_window_seqlens) - 1
+
+
+@given(grids, st.integers(0, 40))
+def test_without_windows_frames_take_their_place(grid, extra_units):
+    tokens = sum(t * h * w for t, h, w in grid)
+    for pad_to in (None, tokens + 4 * extra_units):
+        plan = plan_layout(VisionConfig.qwen2_vl_7b(), grid, pad_to)
+        padded = pad_to or tokens
+        np.testing.assert_array_equal(plan.window_order, np.arange(padded))
+        np.testing.assert_array_equal(plan.output_order, np.arange(padded // 4))
+        np.testing.assert_array_equal(plan.cu_window_seqlens, plan.cu_frame_seqlens)
+        np.testing.assert_array_equal(plan.positions[:tokens], hugging_face_order(grid)[:, 1:])
+        assert plan.frame_sizes is None
+
+
+@given(grids, st.integers(0, 40))
+def test_frame_sizes_are_those_of_each_tokens_frame(grid, extra_units):
+    tokens = sum(t * h * w for t, h, w in grid)
+    plan = plan_layout(VisionConfig.qwen3_vl_8b(), grid, tokens + 4 * extra_units)
+    frame, _, _ = hugging_face_order(grid).T
+    sizes = np.array([(h, w) for t, h, w in grid for _ in range(t)])
+    assert plan.frame_sizes.dtype == np.int32
+    np.testing.assert_array_equal(plan.frame_sizes[:tokens], sizes[frame])
+    assert (plan.frame_sizes[tokens:] == 1).all()
 
 
 def test_a_bucket_sets_every_size():

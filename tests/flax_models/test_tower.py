@@ -11,13 +11,20 @@ from flax import nnx  # noqa: E402
 
 from flax_models import blocks, choose_bucket, encode, load_vision_tower, plan_layout  # noqa: E402
 from tests.random_calls import random_calls, tokens_of  # noqa: E402
-from tests.tower_checkpoints import GRIDS, WINDOWS_ALONE, random_patches, write_checkpoint  # noqa: E402
+from tests.tower_checkpoints import (  # noqa: E402
+    GRIDS,
+    SMALL_TOWERS,
+    WINDOWS_ALONE,
+    random_patches,
+    write_checkpoint,
+)
 from tests.tower_contract import (  # noqa: E402
     CONFIG,
     FP32_TOLERANCE,
     HuggingFaceContract,
     TowerContract,
     relative_error,
+    side_by_side,
 )
 
 
@@ -46,9 +53,15 @@ class TestFlaxTowerAgainstHuggingFace(FlaxTower, HuggingFaceContract):
     """Equality with Hugging Face's tower."""
 
 
+@pytest.fixture(scope="module", params=["head_dim_16", "qwen3_vl"])
+def config(request):
+    """With windows; and without, with a table of positions and DeepStack."""
+    return SMALL_TOWERS[request.param]
+
+
 @pytest.fixture(scope="module")
-def tower(tmp_path_factory):
-    directory = write_checkpoint(tmp_path_factory.mktemp("tower"), CONFIG)
+def tower(config, tmp_path_factory):
+    directory = write_checkpoint(tmp_path_factory.mktemp("tower"), config)
     return load_vision_tower(directory, jnp.float32)
 
 
@@ -67,36 +80,38 @@ def traced_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["edge_windows", "clip", "mix"])
-def test_a_bucketed_call_equals_the_unpadded_one(tower, name):
+def test_a_bucketed_call_equals_the_unpadded_one(config, tower, name):
     grid = GRIDS[name]
-    patches = random_patches(CONFIG, grid)
-    unpadded = encode(tower, jnp.asarray(patches), plan_layout(CONFIG, grid))
+    patches = random_patches(config, grid)
+    unpadded = encode(tower, jnp.asarray(patches), plan_layout(config, grid))
     assert tower.prepare(patches, grid)[0].shape[0] > len(patches)
-    assert relative_error(np.asarray(tower(patches, grid)), np.asarray(unpadded)) < FP32_TOLERANCE
+    bucketed = tower(patches, grid)
+    assert relative_error(side_by_side(bucketed), side_by_side(unpadded)) < FP32_TOLERANCE
 
 
-def test_padding_never_leaks(tower):
+def test_padding_never_leaks(config, tower):
     grid = GRIDS["edge_windows"]
-    patches, layout = tower.prepare(random_patches(CONFIG, grid), grid)
+    patches, layout = tower.prepare(random_patches(config, grid), grid)
     spoilt = patches.copy()
     spoilt[layout.num_tokens :] = 1e3
     compiled = jax.jit(encode)
     clean, dirty = (
-        np.asarray(compiled(tower, values, layout))[: layout.num_merged]
+        side_by_side(compiled(tower, values, layout))[: layout.num_merged]
         for values in (patches, spoilt)
     )
     np.testing.assert_array_equal(clean, dirty)
 
 
-def test_one_compilation_serves_every_mix_of_a_bucket(tower, traced_tokens):
+def test_one_compilation_serves_every_mix_of_a_bucket(config, tower, traced_tokens):
     bucket = 320  # of no other test, so that nothing is compiled yet
     tower = nnx.clone(tower)
     tower.token_buckets = (bucket,)
     mixes = [[(1, 8, 8)], [(1, 12, 10), (2, 4, 4)], [(4, 8, 10)], [(1, 2, 2)] * 5, [(1, 2, 2)]]
     for grid in mixes:
-        embeddings = tower(random_patches(CONFIG, grid), grid)
-        assert embeddings.shape[0] == np.prod(grid, axis=1).sum() // 4
-    assert traced_tokens == [bucket, bucket]  # blocks that see windows, blocks that see frames
+        result = side_by_side(tower(random_patches(config, grid), grid))
+        assert len(result) == np.prod(grid, axis=1).sum() // 4
+    # Blocks that see windows, if there are any, and blocks that see frames.
+    assert traced_tokens == [bucket] * (1 + config.family.windows)
 
 
 def test_any_image_takes_few_compilations(tmp_path, compilations):
@@ -115,77 +130,83 @@ def test_any_image_takes_few_compilations(tmp_path, compilations):
     assert not compilations
 
 
-def test_updated_parameters_take_effect(tower):
+def test_updated_parameters_take_effect(config, tower):
     grid = GRIDS["clip"]
-    patches = random_patches(CONFIG, grid)
+    patches = random_patches(config, grid)
     ours = nnx.clone(tower)
-    before = np.asarray(ours(patches, grid))
+    before = side_by_side(ours(patches, grid))
     nnx.update(ours, jax.tree.map(lambda value: value * 0.5, nnx.state(ours)))
-    after = np.asarray(ours(patches, grid))
-    expected = jax.jit(encode)(ours, *ours.prepare(patches, grid))
-    np.testing.assert_array_equal(after, np.asarray(expected)[: len(after)])
+    after = side_by_side(ours(patches, grid))
+    expected = side_by_side(jax.jit(encode)(ours, *ours.prepare(patches, grid)))
+    np.testing.assert_array_equal(after, expected[: len(after)])
     assert relative_error(after, before) > 0.1
-    np.testing.assert_array_equal(np.asarray(tower(patches, grid)), before)
+    np.testing.assert_array_equal(side_by_side(tower(patches, grid)), before)
 
 
-def test_encode_under_a_jit_of_the_callers_own(tower, traced_tokens):
+def test_encode_under_a_jit_of_the_callers_own(config, tower, traced_tokens):
     graphdef, parameters = nnx.split(tower)
-    bucket = choose_bucket(CONFIG, GRIDS["mix"], [448])
+    bucket = choose_bucket(config, GRIDS["mix"], [448])
 
     @jax.jit
     def pooled(parameters, pixel_values, layout):
-        embeddings = encode(nnx.merge(graphdef, parameters), pixel_values, layout)
-        real = jnp.arange(len(embeddings)) < layout.num_merged
-        return jnp.where(real[:, None], embeddings, 0).sum(axis=0) / layout.num_merged
+        result = encode(nnx.merge(graphdef, parameters), pixel_values, layout)
+        rows = jnp.concatenate(jax.tree.leaves(result), axis=1)
+        real = jnp.arange(len(rows)) < layout.num_merged
+        return jnp.where(real[:, None], rows, 0).sum(axis=0) / layout.num_merged
 
     for grid in (GRIDS["mix"], GRIDS["clip"]):
-        patches = random_patches(CONFIG, grid)
+        patches = random_patches(config, grid)
         padded = np.pad(patches, ((0, bucket.tokens - len(patches)), (0, 0)))
-        ours = pooled(parameters, padded, plan_layout(CONFIG, grid, pad_to=bucket))
-        expected = np.asarray(tower(patches, grid)).mean(axis=0)
+        ours = pooled(parameters, padded, plan_layout(config, grid, pad_to=bucket))
+        expected = side_by_side(tower(patches, grid)).mean(axis=0)
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
     assert pooled._cache_size() == 1
-    assert traced_tokens.count(bucket.tokens) == 2
+    assert traced_tokens.count(bucket.tokens) == 1 + config.family.windows
 
 
-def test_a_call_under_jit_leaves_no_tracer_behind(tower):
+def test_a_call_under_jit_leaves_no_tracer_behind(config, tower):
     grid = [(1, 4, 6)]
-    patches = random_patches(CONFIG, grid)
+    patches = random_patches(config, grid)
     inside = jax.jit(lambda values: tower(values, grid))(patches)
-    np.testing.assert_allclose(inside, tower(patches, grid), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        side_by_side(inside), side_by_side(tower(patches, grid)), rtol=1e-5, atol=1e-5
+    )
 
 
-def test_gradients_reach_every_parameter(tower):
+def test_gradients_reach_every_parameter(config, tower):
     grid = [(1, 4, 6)]
-    patches, layout = tower.prepare(random_patches(CONFIG, grid), grid)
+    patches, layout = tower.prepare(random_patches(config, grid), grid)
 
     def loss(tower):
-        return (encode(tower, jnp.asarray(patches), layout)[: layout.num_merged] ** 2).sum()
+        result = encode(tower, jnp.asarray(patches), layout)
+        return sum((rows[: layout.num_merged] ** 2).sum() for rows in jax.tree.leaves(result))
 
     for path, gradient in nnx.to_flat_state(nnx.state(jax.jit(jax.grad(loss))(tower))):
         assert np.abs(gradient[...]).max() > 0, path
 
 
-def test_encode_refuses_patches_of_another_layout(tower):
-    layout = plan_layout(CONFIG, [(1, 4, 4)], pad_to=32)
-    with pytest.raises(ValueError, match=r"padded shape \[32, 1176\], got \[16, 1176\]"):
-        encode(tower, jnp.zeros((16, 1176)), layout)
+def test_encode_refuses_patches_of_another_layout(config, tower):
+    layout = plan_layout(config, [(1, 4, 4)], pad_to=32)
+    dim = config.patch_dim
+    with pytest.raises(ValueError, match=rf"padded shape \[32, {dim}\], got \[16, {dim}\]"):
+        encode(tower, jnp.zeros((16, dim)), layout)
 
 
-def test_more_tokens_than_the_largest_bucket(tower):
+def test_more_tokens_than_the_largest_bucket(config, tower):
     small = nnx.clone(tower)
     small.token_buckets = (16, 32)
     with pytest.raises(ValueError, match=r"64 tokens.* largest token bucket \(32\)"):
-        small(np.zeros((64, 1176), np.float32), [(1, 8, 8)])
+        small(np.zeros((64, config.patch_dim), np.float32), [(1, 8, 8)])
 
 
+@pytest.mark.parametrize("config", ["head_dim_16"], indirect=True)
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_kernel_and_reference_agree_in_the_tower(tower, implementation):
+def test_kernel_and_reference_agree_in_the_tower(config, tower, implementation):
     other = nnx.clone(tower)
     other.implementation = implementation
     grid = GRIDS["edge_windows"]
-    patches = random_patches(CONFIG, grid)
-    ours, theirs = np.asarray(other(patches, grid)), np.asarray(tower(patches, grid))
+    patches = random_patches(config, grid)
+    ours, theirs = side_by_side(other(patches, grid)), side_by_side(tower(patches, grid))
     assert relative_error(ours, theirs) < FP32_TOLERANCE
 
 

@@ -1,0 +1,117 @@
+"""What sets the towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL apart; everything else they share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Family:
+    """The towers of one model type.
+
+    Attributes:
+        model_types: the names that a config.json gives them: of a whole model, and as transformers
+            5 calls a tower alone. A model with a mixture of experts has the tower of its family.
+        norm: every norm is an RMSNorm without, or a LayerNorm with a bias.
+        activation: of the MLP, under its name in config.json.
+        windows: most blocks attend within windows; elsewhere all attend within whole frames.
+        patch_bias: the patch embedding has a bias.
+        position_table: a learned table of position embeddings, and DeepStack mergers beside the
+            one at the end.
+        mlp_inputs: a checkpoint's names of the products before the activation: gate and up, or one.
+        mlp_output: of the product after it.
+        merger: of a merger's norm and of its two products.
+        config_keys: what config.json must state, for no reader may guess it: published towers
+            differ in it, and so do libraries' defaults. From our names to the file's; an
+            "mlp_ratio" stands for intermediate_size, over hidden_size.
+        defaults: values of the published towers that are not those of Qwen2.5-VL 7B.
+        image_settings: values of `ImageConfig` as published that are not its defaults.
+    """
+
+    model_types: tuple[str, ...]
+    norm: Literal["rms", "layer"]
+    activation: Literal["quick_gelu", "silu", "gelu_pytorch_tanh"]
+    windows: bool
+    patch_bias: bool
+    position_table: bool
+    mlp_inputs: tuple[str, ...]
+    mlp_output: str
+    merger: tuple[str, str, str]
+    config_keys: Mapping[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    image_settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def gated_mlp(self) -> bool:
+        """Whether one product passes the activation and multiplies another."""
+        return len(self.mlp_inputs) == 2
+
+
+_NO_WINDOWS = {"window_size": None, "fullatt_block_indexes": ()}
+
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+FAMILIES = {
+    "qwen2_vl": Family(
+        model_types=("qwen2_vl", "qwen2_vl_vision"),
+        norm="layer",
+        activation="quick_gelu",
+        windows=False,
+        patch_bias=False,
+        position_table=False,
+        mlp_inputs=("fc1",),
+        mlp_output="fc2",
+        merger=("ln_q", "mlp.0", "mlp.2"),
+        config_keys=_same("depth", "num_heads", "mlp_ratio")
+        | {"hidden_size": "embed_dim", "out_hidden_size": "hidden_size"},
+        defaults={"intermediate_size": 5120, **_NO_WINDOWS},
+    ),
+    "qwen2_5_vl": Family(
+        model_types=("qwen2_5_vl", "qwen2_5_vl_vision"),
+        norm="rms",
+        activation="silu",
+        windows=True,
+        patch_bias=False,
+        position_table=False,
+        mlp_inputs=("gate_proj", "up_proj"),
+        mlp_output="down_proj",
+        merger=("ln_q", "mlp.0", "mlp.2"),
+        config_keys=_same(
+            "depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size"
+        ),
+    ),
+    "qwen3_vl": Family(
+        model_types=("qwen3_vl", "qwen3_vl_vision", "qwen3_vl_moe", "qwen3_vl_moe_vision"),
+        norm="layer",
+        activation="gelu_pytorch_tanh",
+        windows=False,
+        patch_bias=True,
+        position_table=True,
+        mlp_inputs=("linear_fc1",),
+        mlp_output="linear_fc2",
+        merger=("norm", "linear_fc1", "linear_fc2"),
+        config_keys=_same(
+            *("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size"),
+            *("num_position_embeddings", "deepstack_visual_indexes"),
+        ),
+        defaults={
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "out_hidden_size": 4096,
+            "patch_size": 16,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": (8, 16, 24),
+            **_NO_WINDOWS,
+        },
+        image_settings={
+            "min_pixels": 256 * 256,
+            "max_pixels": 4096 * 4096,
+            "image_mean": (0.5, 0.5, 0.5),
+            "image_std": (0.5, 0.5, 0.5),
+        },
+    ),
+}
