@@ -70,9 +70,11 @@ class ImageConfig:
             )
         for name in ("image_mean", "image_std"):
             channels = getattr(self, name)
-            if not _are_channels(channels) or (name == "image_std" and min(channels) <= 0):
+            if not _are_channels(channels):
                 raise ValueError(f"{name} must be three numbers, for r, g and b; got {channels!r}")
             object.__setattr__(self, name, tuple(map(float, channels)))
+        if min(self.image_std) <= 0:
+            raise ValueError(f"image_std must be above 0, got {self.image_std}")
 
     @classmethod
     def of(cls, config: VisionConfig) -> Self:
