@@ -1,5 +1,7 @@
 """The public functions: check arguments, choose the kernel and how much to fuse, launch."""
 
+import functools
+
 import torch
 import triton
 
@@ -88,7 +90,7 @@ def fused_rope_attention_qkvpacked(
 
 def _runs_kernel(x: torch.Tensor, implementation: str) -> bool:
     if implementation == "auto":
-        return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        return x.is_cuda and _has_tensor_cores(x.device.index)
     if implementation == "triton":
         if not (x.is_cuda or INTERPRETED):
             raise ValueError(
@@ -101,6 +103,12 @@ def _runs_kernel(x: torch.Tensor, implementation: str) -> bool:
     raise ValueError(
         f"implementation must be 'auto', 'triton' or 'reference', got {implementation!r}"
     )
+
+
+@functools.cache
+def _has_tensor_cores(index: int) -> bool:
+    """Whether a GPU has them for bf16, which came with compute capability 8.0."""
+    return torch.cuda.get_device_capability(index) >= (8, 0)
 
 
 def attend(
@@ -172,16 +180,17 @@ def _strides(
     tensors: tuple[torch.Tensor, ...], angles: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[bool, tuple[int, ...]]:
     """Whether all is aligned to 16 bytes, and the token and head strides in the kernels' units."""
-    strides = tuple(stride for x in tensors for stride in x.stride()[:2])
+    strides = [stride for x in tensors for stride in x.stride()[:2]]
     angle_stride = angles[0].stride(0)
-    aligned = (
-        not any(stride % 8 for stride in strides)
-        and angle_stride % 4 == 0
-        and not any(x.data_ptr() % 16 for x in (*tensors, *angles))
-    )
-    if aligned:
-        return True, (*(stride // 8 for stride in strides), angle_stride // 4)
-    return False, (*strides, angle_stride)
+    # The low bits of all at once: this runs in every call.
+    bits = angle_stride * 4
+    for stride in strides:
+        bits |= stride * 2
+    for x in (*tensors, *angles):
+        bits |= x.data_ptr()
+    if bits % 16:
+        return False, (*strides, angle_stride)
+    return True, (*[stride // 8 for stride in strides], angle_stride // 4)
 
 
 def _rotate_both(

@@ -17,7 +17,8 @@ from triton_kernels.tiles import (
 )
 
 
-@triton.jit
+# Sizes vary from call to call: one binary serves all.
+@triton.jit(do_not_specialize=("tokens", "heads"))
 def rotate_kernel(
     # tensors; out may be x itself where PAIRED is False
     x_ptr, out_ptr, cos_ptr, sin_ptr,

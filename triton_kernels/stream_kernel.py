@@ -20,7 +20,8 @@ from triton_kernels.tiles import (
 )
 
 
-@triton.jit
+# Sizes vary from call to call: one binary serves all.
+@triton.jit(do_not_specialize=("tokens", "segments"))
 def stream_kernel(
     # tensors
     q_ptr, k_ptr, v_ptr, out_ptr,
