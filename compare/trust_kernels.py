@@ -1,0 +1,325 @@
+"""What the kernels are put through: hostile segments, poison, sizes, repetition, large numbers.
+
+A check goes through its cases and yields for each what was wrong with it, None where nothing was.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from compare.metrics import kernel_verdict, relative_rms_error
+from compare.oracle import oracle, unfused
+from compare.trust_subjects import MemoryFault, Subject, same_bits
+from compare.workloads import DTYPES, KernelInputs
+
+Findings = Iterator[str | None]
+
+# Bounds on a segment's length that lead to the two kernels, in every dtype.
+WINDOW, STREAM = 32, 4096
+BOTH = {"window": WINDOW, "stream": STREAM}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is tried.
+
+    Attributes:
+        hostile: hostile cu_seqlens, each in turn on another kernel and way of fusing.
+        runs: repetitions of one call.
+        heads, head_dim: of everything but the largest.
+        far_tokens, far_heads: of the packed qkv that is checked at its far end.
+        long_segment: tokens of a single segment.
+        segments: of a call with very many.
+        fuse: the ways of fusing.
+        lengths, starts: of a segment that is moved about; the first start is 0.
+    """
+
+    hostile: int
+    runs: int
+    heads: int
+    head_dim: int
+    far_tokens: int
+    far_heads: int
+    long_segment: int
+    segments: int
+    fuse: tuple[str, ...]
+    lengths: tuple[int, ...]
+    starts: tuple[int, ...]
+
+
+ON_GPU = Sizes(
+    hostile=6000, runs=50, heads=4, head_dim=80, far_tokens=600_000, far_heads=16,
+    long_segment=131_072, segments=100_000, fuse=("qk", "q", "none"), lengths=(1, 29, 32, 150),
+    starts=(0, 1, 7, 16, 33, 63, 64, 65, 97, 128, 200, 250),
+)  # fmt: skip
+ON_CPU = Sizes(
+    hostile=40, runs=2, heads=1, head_dim=8, far_tokens=320, far_heads=1,
+    long_segment=140, segments=40, fuse=("qk",), lengths=(29,), starts=(0, 33, 70),
+)  # fmt: skip
+
+
+def draw(
+    lengths: np.ndarray | list[int],
+    sizes: Sizes,
+    dtype: str = "bfloat16",
+    *,
+    heads: int | None = None,
+    padding: int = 0,
+    seed: int = 0,
+    distinct: int | None = None,
+) -> KernelInputs:
+    """Random inputs for segments of these lengths.
+
+    Args:
+        lengths: tokens of each segment.
+        sizes: for heads and head_dim.
+        dtype: a key of DTYPES.
+        heads: instead of the sizes' own.
+        padding: tokens of no segment, behind the others.
+        seed: of everything random.
+        distinct: rows that are drawn and then repeated; None: every row is its own.
+    """
+    rng = np.random.default_rng(seed)
+    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+    tokens = int(cu_seqlens[-1]) + padding
+    rows = min(tokens, distinct or tokens)
+    shape = (rows, 3, heads or sizes.heads, sizes.head_dim)
+    qkv = rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[dtype])
+    angles = rng.uniform(-8, 8, (rows, sizes.head_dim // 2))
+    row = np.arange(tokens) % max(rows, 1)
+    longest = int(np.max(lengths, initial=0))
+    cos, sin = (f(angles).astype(np.float32)[row] for f in (np.cos, np.sin))
+    return KernelInputs(qkv[row], cos, sin, cu_seqlens, longest)
+
+
+def hostile_cu_seqlens(rng: np.random.Generator, segments: int, tokens: int) -> np.ndarray:
+    """[segments + 1] int32 of any content: around the tensor, across int32, repeated, decreasing.
+
+    Args:
+        rng: source of randomness.
+        segments: number of segments.
+        tokens: rows of the tensors that they should lie in.
+    """
+    values = rng.integers(-3, tokens + 10, segments + 1)
+    anywhere = rng.integers(-(2**31), 2**31, segments + 1)
+    extreme = rng.choice([-(2**31), -1, 0, tokens, tokens + 1, 2**31 - 1], segments + 1)
+    for others in (anywhere, extreme):
+        values = np.where(rng.random(segments + 1) < rng.choice([0, 0.1, 0.4]), others, values)
+    if rng.random() < 0.4:
+        values = np.sort(values)[:: rng.choice([-1, 1])]
+    if rng.random() < 0.2:
+        values = np.repeat(values, 2)[: segments + 1]
+    return values.astype(np.int32)
+
+
+def hostile(subject: Subject, sizes: Sizes) -> Findings:
+    """Any int32 in cu_seqlens: nothing beside the tensors is touched, every row means something."""
+    rng = np.random.default_rng(0)
+    inputs = draw([37], sizes)  # no multiple of a tile's rows
+    tokens = len(inputs.qkv)
+    largest = np.abs(inputs.qkv[:, 2].astype(np.float32)).max()
+    limit = float(largest) * (1 + 2**-7)  # a mean of rows of v, rounded to bf16
+    ways = itertools.cycle(itertools.product((16, WINDOW, STREAM), sizes.fuse))
+    for max_seqlen, fuse in itertools.islice(ways, sizes.hostile):
+        values = hostile_cu_seqlens(rng, 5, tokens)
+        told = f"cu_seqlens {values.tolist()}, max_seqlen {max_seqlen}, fuse {fuse}"
+        arguments = subject.put(replace(inputs, cu_seqlens=values))
+        try:
+            out = subject.attend_guarded(arguments, max_seqlen, fuse=fuse).float()
+        except MemoryFault as fault:
+            yield f"{fault}: {told}"
+            continue
+        refused = out.isnan()
+        if max_seqlen >= tokens and refused.any():
+            yield f"NaN although no segment can be longer than max_seqlen: {told}"
+        elif not ((out.abs() <= limit) | refused).all():
+            yield f"a value that no mean of rows of v has: {told}"
+        else:
+            yield None
+
+
+def poison(subject: Subject, sizes: Sizes) -> Findings:
+    """NaN or infinity in one segment, or in padding, changes no bit of any other segment."""
+    inputs = draw([32, 1, 31, 16], sizes, padding=9)
+    places = [*itertools.pairwise(inputs.cu_seqlens.tolist()), (80, 89)]
+    for (kernel, bound), fuse in itertools.product(BOTH.items(), sizes.fuse):
+        clean = subject.attend(subject.put(inputs), bound, fuse=fuse)
+        for (start, end), value in itertools.product(places, (np.nan, np.inf, -np.inf)):
+            qkv = inputs.qkv.copy()
+            qkv[start:end] = value
+            out = subject.attend(subject.put(replace(inputs, qkv=qkv)), bound, fuse=fuse)
+            told = f"{value} in rows {start} to {end}, {kernel} kernel, fuse {fuse}"
+            others = torch.ones(len(out), dtype=torch.bool, device=out.device)
+            others[start:end] = False
+            if not same_bits(out[others], clean[others]):
+                yield f"other rows changed: {told}"
+            elif out[80:].any():
+                yield f"padding is not 0: {told}"
+            else:
+                yield None
+
+
+def huge(subject: Subject, sizes: Sizes) -> Findings:
+    """Offsets past 2^31, one very long segment, very many, and next to nothing."""
+    # Rows that repeat with a prime period: an offset that wraps lands on other values.
+    lengths = [64] * (sizes.far_tokens // 64)
+    far = replace(
+        draw(
+            lengths, replace(sizes, head_dim=80), heads=sizes.far_heads,
+            padding=sizes.far_tokens % 64, distinct=9973,
+        ),
+        max_seqlen=64,
+    )  # fmt: skip
+    arguments = subject.put(far)
+    for bound, fuse in itertools.product((64, STREAM), sizes.fuse):
+        out = subject.attend(arguments, bound, fuse=fuse)
+        told = f"{len(out)} tokens, max_seqlen {bound}, fuse {fuse}"
+        for first in (0, len(lengths) // 2, len(lengths) - 2):
+            yield _inaccurate(far, out, first, first + 2, f"{told}, from segment {first}")
+        yield None if not out[far.cu_seqlens[-1] :].any() else f"padding is not 0: {told}"
+    del arguments, out
+
+    long = draw([sizes.long_segment], replace(sizes, head_dim=64), heads=1)
+    yield _inaccurate(long, subject.run(long), 0, 1, f"one segment of {sizes.long_segment}")
+
+    short = np.random.default_rng(0).integers(0, 9, sizes.segments)
+    many = draw(short, sizes, "float16", heads=1, padding=1000)
+    for bound in (8, STREAM):
+        out = subject.attend(subject.put(many), bound)
+        for first in (0, sizes.segments - 30):
+            told = f"{sizes.segments} segments, max_seqlen {bound}, from {first}"
+            yield _inaccurate(many, out, first, first + 30, told)
+
+    for lengths, tokens in (([1], 1), ([0, 0], 0), ([], 5)):
+        few = draw(lengths, sizes, padding=tokens - sum(lengths))
+        for bound in BOTH.values():
+            out = subject.attend(subject.put(few), bound)
+            right = len(out) == tokens and (sum(lengths) or not out.any())
+            told = f"{tokens} tokens in {len(lengths)} segments"
+            if sum(lengths) and right:
+                yield _inaccurate(few, out, 0, 1, told)
+            else:
+                yield None if right else told
+
+
+def determinism(subject: Subject, sizes: Sizes) -> Findings:
+    """The same call gives the same bits every time."""
+    for dtype, (kernel, bound) in itertools.product(DTYPES, BOTH.items()):
+        inputs = draw([32, 0, 1, 31, 16, 5], sizes, dtype, padding=3)
+        arguments = subject.put(inputs)
+        for fuse in sizes.fuse:
+            first = subject.attend(arguments, bound, fuse=fuse)
+            for run in range(1, sizes.runs):
+                again = subject.attend(arguments, bound, fuse=fuse)
+                same = same_bits(first, again)
+                yield None if same else f"{dtype}, {kernel} kernel, fuse {fuse}: run {run} differs"
+
+
+def place(subject: Subject, sizes: Sizes) -> Findings:
+    """A segment has the same bits wherever it stands and whatever stands beside it."""
+    tokens = max(sizes.starts) + max(sizes.lengths)
+    for dtype, (kernel, bound), length in itertools.product(DTYPES, BOTH.items(), sizes.lengths):
+        if length > bound:
+            continue
+        moved = draw([length], sizes, dtype)
+        results = []
+        for start in sizes.starts:
+            around = draw([tokens], sizes, dtype, seed=start)
+            here = slice(start, start + length)
+            around.qkv[here], around.cos[here], around.sin[here] = moved.qkv, moved.cos, moved.sin
+            # The same number of segments for every start, none longer than the bound; at 0 it
+            # stands alone.
+            before = np.linspace(0, start, 14)
+            behind = np.minimum(start + length + 32 * np.arange(14), tokens if start else length)
+            cu_seqlens = np.concatenate([before, behind]).astype(np.int32)
+            arguments = subject.put(replace(around, cu_seqlens=cu_seqlens))
+            results.append(subject.attend(arguments, bound)[here])
+            told = f"{dtype}, {kernel} kernel, {length} tokens from {start} on"
+            same = same_bits(results[-1], results[0])
+            yield None if same else f"other bits than alone: {told}"
+
+
+def numerics(subject: Subject, sizes: Sizes) -> Findings:
+    """Large, equal and one-sided logits, fp16 near its largest: as accurate as unfused, no NaN."""
+    for (name, make), dtype in itertools.product(EXTREMES.items(), DTYPES):
+        inputs = make(draw([32, 20], sizes, dtype))
+        exact = oracle(inputs)
+        unfused_error = relative_rms_error(unfused(inputs), exact)
+        # An error below a rounding of the result counts as none: unfused may have none by chance.
+        limit = 2 * max(unfused_error, torch.finfo(getattr(torch, dtype)).eps / 4)
+        for kernel, bound in BOTH.items():
+            error = relative_rms_error(subject.attend(subject.put(inputs), bound), exact)
+            told = f"{name}, {dtype}, {kernel} kernel: error {error:.1e}, limit {limit:.1e}"
+            yield None if error <= limit else told
+
+
+def _unrotated(inputs: KernelInputs, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> KernelInputs:
+    """Q, k, v [tokens, heads, head_dim] with angles of 0: logits are the products as written."""
+    qkv = np.stack([q, k, v], axis=1).astype(inputs.qkv.dtype)
+    return replace(inputs, qkv=qkv, cos=np.ones_like(inputs.cos), sin=np.zeros_like(inputs.sin))
+
+
+def _parts(inputs: KernelInputs) -> list[np.ndarray]:
+    return list(inputs.qkv.astype(np.float32).transpose(1, 0, 2, 3))
+
+
+def _large_logits(inputs: KernelInputs) -> KernelInputs:
+    """All logits near 1e4, their differences those of the random part."""
+    q, k, v = _parts(inputs)
+    q[..., 0] = 256
+    k[..., 0] = 1e4 / 256 / q.shape[-1] ** -0.5
+    return _unrotated(inputs, q, k, v)
+
+
+def _equal_rows(inputs: KernelInputs) -> KernelInputs:
+    """Every query and every key is the same row: the result is the mean of v."""
+    q, k, v = _parts(inputs)
+    q[:], k[:] = q[0], k[0]
+    return _unrotated(inputs, q, k, v)
+
+
+def _dominant_key(inputs: KernelInputs) -> KernelInputs:
+    """The first key of each segment outweighs all others by thousands."""
+    q, k, v = _parts(inputs)
+    q[..., 0], k[..., 0] = 256, 0
+    k[inputs.cu_seqlens[:-1], :, 0] = 256
+    return _unrotated(inputs, q, k, v)
+
+
+def _near_overflow(inputs: KernelInputs) -> KernelInputs:
+    """Values of v just below fp16's largest, and one key that q and k just below it choose."""
+    q, k, v = _parts(inputs)
+    v = np.sign(v) * 65504
+    q[..., 0], k[..., 0] = 60000, 0
+    k[inputs.cu_seqlens[:-1], :, 0] = 60000
+    return _unrotated(inputs, q, k, v)
+
+
+EXTREMES: dict[str, Callable[[KernelInputs], KernelInputs]] = {
+    "logits of 1e4": _large_logits,
+    "all rows equal": _equal_rows,
+    "one dominant key": _dominant_key,
+    "near fp16's largest": _near_overflow,
+}
+
+
+def _inaccurate(
+    inputs: KernelInputs, out: torch.Tensor, first: int, last: int, told: str
+) -> str | None:
+    """What is wrong with segments first .. last of a result by rule 1 of the numerics."""
+    start, end = int(inputs.cu_seqlens[first]), int(inputs.cu_seqlens[last])
+    part = KernelInputs(
+        qkv=inputs.qkv[start:end],
+        cos=inputs.cos[start:end],
+        sin=inputs.sin[start:end],
+        cu_seqlens=inputs.cu_seqlens[first : last + 1] - start,
+        max_seqlen=inputs.max_seqlen,
+    )
+    exact = oracle(part)
+    dtype = inputs.qkv.dtype.name
+    error = relative_rms_error(out[start:end], exact)
+    verdict = kernel_verdict(error, relative_rms_error(unfused(part), exact), dtype)
+    return None if verdict.passed else f"error {error:.1e}, limit {verdict.limit:.1e}: {told}"
