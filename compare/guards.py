@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 GUARD = 4096  # elements before and behind a tensor: whole tiles of every kernel
-# What a kernel may not have left behind a result of its own; NaN there would hide a read.
+# Not NaN, so that a NaN that is written beside a result shows.
 _AROUND_RESULTS = 7.0
 
 
@@ -53,3 +53,9 @@ def intact(buffer: torch.Tensor) -> bool:
     """Whether nothing was written beside a tensor of `guarded_results`."""
     around = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
     return bool((around == _AROUND_RESULTS).all())
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype are equal in every bit; NaN equals the same NaN."""
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return a.shape == b.shape and torch.equal(a.view(integer), b.view(integer))

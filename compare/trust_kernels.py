@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from compare.guards import same_bits
 from compare.metrics import kernel_verdict, relative_rms_error
 from compare.oracle import oracle, unfused
-from compare.trust_subjects import MemoryFault, Subject, same_bits
+from compare.trust_subjects import MemoryFault, Subject
 from compare.workloads import DTYPES, KernelInputs
 
 Findings = Iterator[str | None]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from compare.arrays import KernelArguments, from_jax, jax_arguments, torch_arguments
-from compare.guards import guarded, guarded_results, intact
+from compare.guards import guarded, guarded_results, intact, same_bits
 from compare.implementations import require_jax_gpu
 from compare.workloads import KernelInputs
 
@@ -109,12 +109,6 @@ def _jitted(max_seqlen: int, options: tuple[tuple[str, Any], ...]) -> Any:
         **dict(options),
     )
     return jax.jit(function)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype are equal in every bit; NaN equals the same NaN."""
-    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return a.shape == b.shape and torch.equal(a.view(integer), b.view(integer))
 
 
 SUBJECTS = (Triton(), Pallas())
