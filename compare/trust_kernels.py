@@ -270,8 +270,9 @@ def _parts(inputs: KernelInputs) -> list[np.ndarray]:
 def _large_logits(inputs: KernelInputs) -> KernelInputs:
     """All logits near 1e4, their differences those of the random part."""
     q, k, v = _parts(inputs)
-    q[..., 0] = 256
-    k[..., 0] = 1e4 / 256 / q.shape[-1] ** -0.5
+    # Multiples of a half: fp32 sums of their products are exact in any order.
+    q, k = np.round(2 * q) / 2, np.round(2 * k) / 2
+    q[..., 0], k[..., 0] = 256, 4 * round(1e4 / 1024 / q.shape[-1] ** -0.5)
     return _unrotated(inputs, q, k, v)
 
 
