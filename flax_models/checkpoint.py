@@ -91,8 +91,9 @@ def read_checkpoint(
 
     Raises:
         CheckpointError: a missing directory or file; a damaged or truncated file; an index that
-            names a file of another directory; a tensor that is missing, has another shape than the configuration asks for, or another dtype; a vision
-            tensor that the configuration knows nothing of.
+            names a file of another directory; a tensor that is missing, has another shape than the
+            configuration asks for, or another dtype; a vision tensor that the configuration knows
+            nothing of.
     """
     directory = Path(directory)
     with ExitStack() as stack:
