@@ -4,14 +4,15 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from compare import huggingface, trust_kernels, trust_server
+from compare import huggingface, trust_inputs, trust_kernels, trust_server
 from compare.console import print_table, progress
 from compare.environment import has_gpu
 from compare.errors import one_line
 from compare.results import Record
 from compare.tower_agreement import SMALL_CONFIG
 from compare.towers import TowerImplementation, free_memory, our_towers
-from compare.trust_kernels import Findings, Sizes
+from compare.trust_inputs import Sizes
+from compare.trust_kernels import Findings
 from compare.trust_server import Traffic
 from compare.trust_subjects import SUBJECTS, Subject
 from flax_models import VisionConfig
@@ -78,7 +79,7 @@ def check_trust(
         A record for each check of each kernel and tower; `note` holds its first finding, `details`
         the number of `cases` and of `findings`.
     """
-    sizes = trust_kernels.ON_GPU if has_gpu() else trust_kernels.ON_CPU
+    sizes = trust_inputs.ON_GPU if has_gpu() else trust_inputs.ON_CPU
     pairs = [(check, subject) for check in checks for subject in subjects]
     records = [
         _kernel_record(check, subject, sizes) for check, subject in progress(pairs, "kernels")

@@ -36,7 +36,7 @@ class Traffic:
         requests: different ones, in random order.
         images: at most, in a call.
         side: most patches along an image's side.
-        growth_mib: most that host or device memory may grow once the tower is warm.
+        growth_mib: most that host or device memory may grow, see `growth`.
     """
 
     calls: int
@@ -53,7 +53,7 @@ ON_CPU = Traffic(calls=200, threads=8, requests=12, images=2, side=10)
 
 @dataclass
 class Life:
-    """What came of it: calls made, growth of memory after the warm rounds, what was wrong."""
+    """What came of it: calls made, growth of memory once the tower was warm, what was wrong."""
 
     calls: int = 0
     host_growth_mib: float = 0.0
@@ -88,26 +88,40 @@ def live(tower: Tower, config: VisionConfig, traffic: Traffic, seconds: float) -
         return f"error {error:.1e} for grid {grids[index].tolist()}"
 
     order = rng.integers(0, len(requests), (_ROUNDS, traffic.calls // _ROUNDS))
-    begun, before, caches = time.monotonic(), (0.0, 0.0), cache_sizes()
+    gc.freeze()  # what was there before needs no collecting: a round's garbage is quickly found
+    begun, memory, caches = time.monotonic(), [], cache_sizes()
     with ThreadPoolExecutor(traffic.threads) as threads:
         for number in progress(range(_ROUNDS), f"{tower.framework} tower, {traffic.calls} calls"):
             if number >= _WARM_ROUNDS and time.monotonic() - begun > seconds:
                 break
             life.findings += filter(None, threads.map(one, order[number].tolist()))
             life.calls += order.shape[1]
+            memory.append(memory_mib())
             if number < _WARM_ROUNDS:
-                before, caches = memory_mib(), cache_sizes()
-    host, device = memory_mib()
-    life.host_growth_mib, life.device_growth_mib = host - before[0], device - before[1]
-    for where, growth in (("host", life.host_growth_mib), ("device", life.device_growth_mib)):
-        if growth > traffic.growth_mib:
-            life.findings.append(f"{where} memory grew by {growth:.0f} MiB")
+                caches = cache_sizes()
+    gc.unfreeze()
+    life.host_growth_mib, life.device_growth_mib = (
+        growth(held) for held in zip(*memory, strict=True)
+    )
+    for where, grown in (("host", life.host_growth_mib), ("device", life.device_growth_mib)):
+        if grown > traffic.growth_mib:
+            life.findings.append(f"{where} memory grew by {grown:.0f} MiB")
     life.findings += [
         f"the cache of {name} grew from {caches.get(name, 0)} to {size}"
         for name, size in cache_sizes().items()
         if size > caches.get(name, 0)
     ]
     return life
+
+
+def growth(held: Sequence[float]) -> float:
+    """From the most of the first rounds to the least of the last.
+
+    What a cache of limited size holds or has let go at a moment is no growth then, but a leak is.
+    """
+    warm = held[_WARM_ROUNDS // 2 :]
+    quarter = max(1, len(warm) // 4)
+    return min(warm[-quarter:]) - max(warm[:quarter])
 
 
 def memory_mib() -> tuple[float, float]:

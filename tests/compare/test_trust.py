@@ -10,15 +10,17 @@ import torch
 pytest.importorskip("jax")
 pytest.importorskip("transformers")
 
-from compare import guards, markdown, trust, trust_kernels, trust_server
+from compare import guards, markdown, trust, trust_inputs, trust_server
 from compare.arrays import torch_arguments
+from compare.towers import our_towers
 from compare.trust_server import Traffic
 from compare.trust_subjects import MemoryFault, Subject, Triton
 from flax_models import VisionConfig
 from tests.compare import synthetic
+from tests.tower_checkpoints import write_checkpoint
 from triton_kernels import fused_rope_attention_qkvpacked
 
-SIZES = dataclasses.replace(trust_kernels.ON_CPU, hostile=12)
+SIZES = dataclasses.replace(trust_inputs.ON_CPU, hostile=12)
 CHECKS = {check.name: check for check in trust.CHECKS}
 
 
@@ -109,7 +111,7 @@ def test_what_is_wrong_is_found(name, spoil, note):
 
 
 def test_a_write_beside_a_tensor_is_found():
-    inputs = trust_kernels.draw([5], SIZES, "float32")
+    inputs = trust_inputs.draw([5], SIZES, "float32")
 
     class Writes(Triton):
         def __init__(self, write):
@@ -153,7 +155,7 @@ def test_guards_keep_values_and_may_unalign():
 
 def test_hostile_segments_are_of_every_kind():
     rng = np.random.default_rng(0)
-    drawn = np.stack([trust_kernels.hostile_cu_seqlens(rng, 5, 30) for _ in range(500)])
+    drawn = np.stack([trust_inputs.hostile_cu_seqlens(rng, 5, 30) for _ in range(500)])
     assert drawn.dtype == np.int32
     lengths = np.diff(drawn.astype(np.int64))
     for kind in (drawn < 0, drawn > 30, drawn == 2**31 - 1, lengths < 0, lengths == 0):
@@ -165,8 +167,8 @@ def test_hostile_segments_are_of_every_kind():
 # ---- a server's life ----
 
 CONFIG = VisionConfig(
-    depth=1, hidden_size=16, num_heads=2, intermediate_size=8, out_hidden_size=8,
-    fullatt_block_indexes=(),
+    depth=2, hidden_size=16, num_heads=2, intermediate_size=8, out_hidden_size=8,
+    fullatt_block_indexes=(1,),
 )  # fmt: skip
 TRAFFIC = Traffic(calls=200, threads=4, requests=5, images=2, side=8, growth_mib=20)
 
@@ -196,6 +198,16 @@ def live(encode, traffic=TRAFFIC, seconds=60):
 
 def test_a_right_tower_lives():
     life = live(double)
+    assert (life.calls, life.findings) == (200, [])
+
+
+@pytest.mark.parametrize("implementation", our_towers(), ids=lambda tower: tower.name)
+def test_our_towers_live(implementation, tmp_path):
+    """More sizes than layouts are kept on the device, all of one bucket: compiled once."""
+    tower = implementation.load(write_checkpoint(tmp_path, CONFIG))
+    life = trust_server.live(
+        tower, CONFIG, dataclasses.replace(TRAFFIC, threads=8, requests=40), 60
+    )
     assert (life.calls, life.findings) == (200, [])
 
 
@@ -234,6 +246,19 @@ def test_a_leak_is_found():
     assert any(f.startswith("host memory grew by") for f in live(leak).findings)
 
 
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ([0, 50, *[100] * 18], 0),  # warming up
+        ([100, 100, *[100, 180] * 9], -80),  # a cache that lets go
+        (list(range(20)), 19 - 3 - 5),  # a leak
+        ([5, 7, 9, 12], 3),  # stopped when it was warm
+    ],
+)
+def test_growth_of_memory(held, expected):
+    assert trust_server.growth(held) == expected
+
+
 def test_a_cache_without_a_limit_is_found(monkeypatch):
     remember = functools.cache(lambda x: x)
     monkeypatch.setattr(trust_server, "remember", remember, raising=False)
@@ -265,9 +290,9 @@ def test_the_table_tells_cases_and_findings():
 def test_our_kernels_and_towers_endure(monkeypatch):
     """What `python -m compare trust` does for minutes, in less of everything."""
     sizes = dataclasses.replace(
-        trust_kernels.ON_GPU, hostile=90, runs=5, far_tokens=9000, long_segment=999, segments=500
+        trust_inputs.ON_GPU, hostile=90, runs=5, far_tokens=9000, long_segment=999, segments=500
     )
-    monkeypatch.setattr(trust_kernels, "ON_GPU", sizes)
+    monkeypatch.setattr(trust_inputs, "ON_GPU", sizes)
     monkeypatch.setattr(trust_server, "ON_GPU", Traffic(200, 8, 10, 1, 16))
     records = trust.check_trust(seconds=10)
     assert len(records) == 2 * len(trust.CHECKS) + 2
