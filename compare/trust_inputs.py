@@ -1,5 +1,6 @@
 """Inputs of the stress checks: random, hostile, and with extreme numbers; how much is tried."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -99,6 +100,21 @@ def hostile_cu_seqlens(rng: np.random.Generator, segments: int, tokens: int) -> 
     if rng.random() < 0.2:
         values = np.repeat(values, 2)[: segments + 1]
     return values.astype(np.int32)
+
+
+def refusable(cu_seqlens: np.ndarray, tokens: int, max_seqlen: int) -> np.ndarray:
+    """Mask [tokens] of the rows of segments longer than max_seqlen, which may come out as NaN.
+
+    Args:
+        cu_seqlens: [segments + 1] int32 of any content; forced into the tensors as the kernels do.
+        tokens: rows of the tensors.
+        max_seqlen: the bound that the kernel is given.
+    """
+    rows = np.zeros(tokens, bool)
+    for start, end in itertools.pairwise(np.clip(cu_seqlens, 0, tokens).tolist()):
+        if end - start > max_seqlen:
+            rows[start:end] = True
+    return rows
 
 
 def _unrotated(inputs: KernelInputs, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> KernelInputs:

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +26,13 @@ KINDS = {
 def examples(usual: int) -> int:
     """For `settings(max_examples=...)`: the usual number times the environment's EXAMPLES."""
     return usual * _FACTOR
+
+
+def refusable(cu_seqlens, max_seqlen):
+    """Mask of the rows, TOKENS of them, of segments longer than max_seqlen: they may be NaN."""
+    row = np.arange(TOKENS)
+    starts, ends = (np.clip(x, 0, TOKENS)[:, None] for x in (cu_seqlens[:-1], cu_seqlens[1:]))
+    return ((starts <= row) & (row < ends) & (ends - starts > max_seqlen)).any(axis=0)
 
 
 def hostile_cu_seqlens(usual: int, **others):

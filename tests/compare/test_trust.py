@@ -61,6 +61,11 @@ def test_nothing_is_found_in_a_right_kernel(name):
     assert "{" not in record.details["tried"]
 
 
+def forget_a_row(out, arguments):
+    out[3] = float("nan")
+    return out
+
+
 def leak(out, arguments):
     return out + 0 * out.float().sum().to(out.dtype)
 
@@ -95,6 +100,7 @@ def fail(out, arguments):
     ("name", "spoil", "note"),
     [
         ("hostile", exaggerate, "a value that no mean of rows of v has"),
+        ("hostile", forget_a_row, "NaN in a row of no segment that is longer than max_seqlen"),
         ("poison", leak, "other rows changed: nan in rows 0 to 32"),
         ("poison", lambda out, _: out + 1, "padding is not 0"),
         ("huge", forget_the_end, "from segment 3"),
