@@ -47,9 +47,8 @@ def hostile_cu_seqlens(usual: int, **others):
     strategy |= st.lists(st.integers(0, TOKENS), min_size=5, max_size=5).map(sorted)
 
     def decorate(test):
-        test = given(cu_seqlens=strategy, **{k: st.sampled_from(v) for k, v in others.items()})(
-            test
-        )
+        drawn = {name: st.sampled_from(options) for name, options in others.items()}
+        test = given(cu_seqlens=strategy, **drawn)(test)
         for i, kind in enumerate(KINDS.values()):
             chosen = {name: options[i % len(options)] for name, options in others.items()}
             test = example(cu_seqlens=list(kind), **chosen)(test)
