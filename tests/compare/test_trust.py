@@ -296,8 +296,10 @@ def test_the_table_tells_cases_and_findings():
 def test_our_kernels_and_towers_endure(monkeypatch):
     """What `python -m compare trust` does for minutes, in less of everything."""
     sizes = dataclasses.replace(
-        trust_inputs.ON_GPU, hostile=90, runs=5, far_tokens=9000, long_segment=999, segments=500
-    )
+        trust_inputs.ON_GPU,
+        hostile=90, runs=5, far_tokens=9000, long_segment=999, segments=500, fuse=("none",),
+        lengths=(29,), starts=(0, 33, 70),
+    )  # fmt: skip
     monkeypatch.setattr(trust_inputs, "ON_GPU", sizes)
     monkeypatch.setattr(trust_server, "ON_GPU", Traffic(200, 8, 10, 1, 16))
     records = trust.check_trust(seconds=10)
