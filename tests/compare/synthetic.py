@@ -51,10 +51,8 @@ def write_all(directory: Path) -> None:
 
 
 def as_results(part: str, records: list[Record]) -> Results:
-    return replace(
-        results.collect(part, records, CEILINGS if part in ("kernels", "towers") else None),
-        device=DEVICE,
-    )
+    ceilings = None if part in ("agreement", "trust") else CEILINGS
+    return replace(results.collect(part, records, ceilings), device=DEVICE)
 
 
 def timing_records(families, implementations) -> list[Record]:

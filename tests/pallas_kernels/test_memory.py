@@ -47,15 +47,16 @@ def outside(monkeypatch):
         touched = ~inside(window) if mask is None else ~inside(window) & mask
         jax.debug.callback(lambda n: counts.append(int(n)), touched.sum())
 
-    def load(window, *, mask=None, other=None):
+    def load(window, *, mask=None, **options):
         watch(window, mask)
-        return plgpu.load(window, mask=mask, other=other)
+        return plgpu.load(window, mask=mask, **options)
 
-    def store(window, tile, *, mask=None):
+    def store(window, tile, *, mask=None, **options):
         watch(window, mask)
-        plgpu.store(window, tile, mask=mask)
+        plgpu.store(window, tile, mask=mask, **options)
 
-    monkeypatch.setattr(tiles, "plgpu", SimpleNamespace(load=load, store=store))
+    watched = SimpleNamespace(**vars(plgpu) | {"load": load, "store": store})
+    monkeypatch.setattr(tiles, "plgpu", watched)
     return counts
 
 
