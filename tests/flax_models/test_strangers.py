@@ -17,7 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flax_models import CheckpointError, ImageError, VisionConfig, preprocess, read_checkpoint
+from flax_models import (
+    CheckpointError,
+    ImageConfig,
+    ImageError,
+    VisionConfig,
+    preprocess,
+    read_checkpoint,
+)
 from flax_models.checkpoint import expected_tensors
 from tests.hostile import examples
 from tests.tower_checkpoints import write_checkpoint
@@ -227,6 +234,7 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path, packed):
 
 # ---- images ----
 
+SMALL = ImageConfig(max_pixels=56 * 56)
 FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 
 
@@ -244,7 +252,7 @@ def files():
 
 def load(path):
     """Preprocess a stranger's file; False after a clear error."""
-    patches = attempt(ImageError, preprocess, path, max_pixels=56 * 56)
+    patches = attempt(ImageError, preprocess, path, config=SMALL)
     if patches is None:
         return False
     pixel_values, grid_thw = patches
