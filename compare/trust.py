@@ -9,7 +9,7 @@ from compare.console import print_table, progress
 from compare.environment import has_gpu
 from compare.errors import one_line
 from compare.results import Record
-from compare.tower_agreement import SMALL_CONFIG
+from compare.tower_agreement import SMALL_TOWERS
 from compare.towers import TowerImplementation, free_memory, our_towers
 from compare.trust_inputs import Sizes
 from compare.trust_kernels import Findings
@@ -84,7 +84,7 @@ def check_trust(
     records = [
         _kernel_record(check, subject, sizes) for check, subject in progress(pairs, "kernels")
     ]
-    traffic, config = trust_server.ON_CPU, SMALL_CONFIG
+    traffic, config = trust_server.ON_CPU, SMALL_TOWERS["tower"]
     if has_gpu():
         traffic, config = trust_server.ON_GPU, SERVER_CONFIG
     with tempfile.TemporaryDirectory() as directory:
