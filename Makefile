@@ -9,7 +9,7 @@ STAMP := $(VENV)/installed-$(GPU)
 NEWEST_PYTHON ?= python3.12
 NEWEST_VENV ?= .venv-newest-jax
 
-.PHONY: setup compare test test-newest-jax lint clean
+.PHONY: setup compare test test-newest-jax sanitize lint clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,10 @@ compare: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# On a machine with a GPU and the CUDA toolkit: accesses, races and uninitialised reads.
+sanitize: setup
+	PYTHON=$(BIN)/python tests/sanitize.sh
 
 test-newest-jax: $(NEWEST_VENV)/installed
 	$(NEWEST_VENV)/bin/python -m pytest tests/pallas_kernels tests/flax_models

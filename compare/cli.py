@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; default sys.argv's.
 
     Returns:
-        The exit status: 0; 1 when agreement fails; 2 for bad input, after one sentence on stderr.
+        The exit status: 0; 1 when agreement fails or stress finds something; 2 for bad input, after
+        one sentence on stderr.
     """
     environment.configure()
     try:
@@ -84,6 +85,14 @@ def _parser() -> argparse.ArgumentParser:
             metavar="NAME",
             help="measure on this workload only; may be given several times",
         )
+    trust = _add_part(parts, "trust", _run_trust, "put kernels and towers under stress")
+    trust.add_argument(
+        "--seconds",
+        type=_positive,
+        default=120.0,
+        metavar="N",
+        help="most time for the calls of each tower's server (default: %(default)g)",
+    )
     report = parts.add_parser("report", help="tables and charts from the result files")
     report.set_defaults(run=_run_report)
     report.add_argument("--results", type=Path, default=results.DEFAULT_DIRECTORY, metavar="DIR")
@@ -92,6 +101,16 @@ def _parser() -> argparse.ArgumentParser:
         "--readme", type=Path, metavar="FILE", help="also renew the results block of this file"
     )
     return parser
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return value
 
 
 def _add_part(
@@ -198,6 +217,24 @@ def _run_integration(options: argparse.Namespace) -> int:
 
     records, ceilings = bench_integration(workloads)
     _save(results.collect("integration", records, ceilings.to_json()), path)
+    return AGREES
+
+
+def _run_trust(options: argparse.Namespace) -> int:
+    path = options.json or _default_path("trust")
+    if path is not None:
+        results.check_writable(path)
+    if environment.has_gpu():
+        _check_pytorch()
+    from compare.trust import check_trust
+
+    records = check_trust(options.seconds)
+    _save(results.collect("trust", records), path)
+    failed = [record for record in records if not record.passed]
+    if failed:
+        say(f"Stress found something in {len(failed)} of {len(records)} checks: see the table.")
+        return DISAGREES
+    say(f"Stress found nothing: {sum(record.details['cases'] for record in records)} cases.")
     return AGREES
 
 

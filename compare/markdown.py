@@ -220,6 +220,35 @@ def agreement_line(results: Results) -> str:
     return f"{len(checks)} checks, {outcome}. Largest relative RMS error in bf16: {told}."
 
 
+def trust_table(results: Results) -> str:
+    """A row for each kind of stress: what was tried, cases by kernel or tower, what came out."""
+    rows: dict[tuple[str, str], list[RecordDict]] = {}
+    for record in results.records:
+        rows.setdefault((record["workload"], record["tried"]), []).append(record)
+    return table(
+        ["tried", "cases", "what came out"],
+        [
+            [
+                tried,
+                ", ".join(f"{r['implementation']} {r['cases']:,}" for r in records),
+                "; ".join(dict.fromkeys(map(_outcome, records))),
+            ]
+            for (_, tried), records in rows.items()
+        ],
+    )
+
+
+def _outcome(record: RecordDict) -> str:
+    name = record["implementation"]
+    if not record["passed"]:
+        count = record["findings"]
+        return f"**{name}: {count} finding{'s' * (count != 1)}**, first: {record.get('note')}"
+    if "host_growth_mib" not in record:
+        return "nothing wrong"
+    host, device = (f"{record[f'{where}_growth_mib']:+.0f}" for where in ("host", "device"))
+    return f"{name}: nothing wrong, memory {host} MiB on the host and {device} on the device"
+
+
 def notes(results: Results) -> list[str]:
     """One line for each implementation that has a reason for a missing number."""
     reasons: dict[tuple[str, str], list[str]] = {}

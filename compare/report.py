@@ -10,7 +10,7 @@ from compare.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.results import Results
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-PARTS = ("agreement", "kernels", "fusion", "towers", "integration")
+PARTS = ("agreement", "trust", "kernels", "fusion", "towers", "integration")
 
 _METHODS = {
     "kernels": "PyTorch's times are CUDA-graph replays, JAX's the profiler's sum of a call's "
@@ -110,14 +110,15 @@ def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) ->
     level = "##" if full else "###"  # a README has a heading of its own above
     lines = [f"{level} {next(iter(parts.values())).device}"]
     for part, measured in parts.items():
-        body = {"agreement": _agreement, "fusion": _fusion}.get(part, _timings)
+        bodies = {"agreement": _agreement, "trust": _trust, "fusion": _fusion}
+        body = bodies.get(part, _timings)
         for title, chart, text in body(measured, full):
             lines.append(f"{level}# {title}")
             if chart and (folder / chart).is_file():
                 link = Path(os.path.relpath(folder / chart, base)).as_posix()
                 lines.append(f"![{title}]({link})")
             lines.append(text)
-        if full and (reasons := markdown.notes(measured)):
+        if full and part != "trust" and (reasons := markdown.notes(measured)):
             lines.append("Without a number, and why:\n\n" + "\n".join(reasons))
     lines.append(f"<sub>{markdown.provenance(list(parts.values()))}</sub>")
     return "\n\n".join(lines)
@@ -128,6 +129,10 @@ def _agreement(measured: Results, full: bool) -> Iterator[tuple[str, str | None,
     for family, records in markdown.layer_families(measured).items():
         title = f"{_title(family)}, layer by layer"
         yield title, f"{family}-layers.svg", markdown.layer_table(records)
+
+
+def _trust(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
+    yield "Under stress", None, markdown.trust_table(measured)
 
 
 def _fusion(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
@@ -163,6 +168,8 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
         if part == "agreement":
             for family, records in markdown.layer_families(measured).items():
                 charts.layer_chart(records, _title(family), folder / f"{family}-layers.svg")
+            continue
+        if part == "trust":
             continue
         if part == "fusion":
             if cells := cells_of(measured.records):

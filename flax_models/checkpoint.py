@@ -4,7 +4,6 @@ Both towers are built from these arrays. Of a whole vision-language model only t
 are read, and every one of them is checked before the first is.
 """
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors import SafetensorError, safe_open
 
 from flax_models.config import VisionConfig
+from flax_models.config_json import read_json_object
 from flax_models.errors import CheckpointError
 from flax_models.families import Family
 
@@ -90,9 +90,10 @@ def read_checkpoint(
         they are stored: float32, float16 or ml_dtypes.bfloat16.
 
     Raises:
-        CheckpointError: a missing directory or file; a damaged or truncated file; a tensor that is
-            missing, has another shape than the configuration asks for, or another dtype; a vision
-            tensor that the configuration knows nothing of.
+        CheckpointError: a missing directory or file; a damaged or truncated file; an index that
+            names a file of another directory; a tensor that is missing, has another shape than the
+            configuration asks for, or another dtype; a vision tensor that the configuration knows
+            nothing of.
     """
     directory = Path(directory)
     with ExitStack() as stack:
@@ -167,13 +168,14 @@ def _locate(directory: Path, stack: ExitStack) -> dict[str, _File]:
         return dict.fromkeys(file.content.keys(), file)
     if not index.is_file():
         raise CheckpointError(f"{directory} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}")
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: _File(directory / name, stack) for name in set(names.values())}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index} is damaged, it needs a 'weight_map' from tensors to files: {error!r}"
-        ) from None
+    names = read_json_object(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(f"{index} is damaged, it needs a 'weight_map' from tensors to files")
+    for name in names.values():
+        # A checkpoint has no business with other files of its reader.
+        if name in ("", "..") or Path(name).name != name or "\0" in name:
+            raise CheckpointError(f"{index} names {name!r}, which is no file of its own directory")
+    files = {name: _File(directory / name, stack) for name in set(names.values())}
     return {name: files[file] for name, file in names.items()}
 
 

@@ -10,6 +10,11 @@ from flax_models.config_json import read_vision_values, unknown_model_type
 from flax_models.errors import CheckpointError
 from flax_models.families import FAMILIES, Family
 
+# Far above any tower, and low enough that no stranger's config.json makes its reader name millions
+# of tensors or overflow a 32-bit size.
+_MAX_DEPTH = 1 << 10
+_MAX_SIZE = 1 << 20
+
 # Tensor cores like rows of whole 128-byte lines: 64 elements of a 16-bit type.
 _ALIGNED_ELEMENTS = 64
 
@@ -62,7 +67,8 @@ class VisionConfig:
             raise ValueError(unknown_model_type(self.model_type))
         for field in fields(self):
             if field.type is int:
-                _check_positive_int(field.name, getattr(self, field.name))
+                limit = _MAX_DEPTH if field.name == "depth" else _MAX_SIZE
+                _check_positive_int(field.name, getattr(self, field.name), limit)
         for name in ("norm_eps", "rope_theta"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:
@@ -199,7 +205,7 @@ class VisionConfig:
             return cls.of(**read_vision_values(path))
         except CheckpointError:
             raise
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise ValueError(f"{path}: {error}") from None
 
     @classmethod
@@ -260,6 +266,8 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_positive_int(name: str, value: Any) -> None:
+def _check_positive_int(name: str, value: Any, limit: int = _MAX_SIZE) -> None:
     if not _is_int(value) or value <= 0:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if value > limit:
+        raise ValueError(f"{name} must be at most {limit:,}, got {value:.3g}")

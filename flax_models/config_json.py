@@ -11,20 +11,30 @@ from flax_models.families import FAMILIES, Family
 _OPTIONAL = ("in_channels", "patch_size", "temporal_patch_size", "spatial_merge_size")
 _OPTIONAL_OF_WINDOWS = ("window_size", "fullatt_block_indexes")
 
+_MAX_JSON_BYTES = 1 << 26
+
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file of a checkpoint directory that holds a JSON object.
 
     Raises:
-        CheckpointError: no such directory or file, or the file is not a JSON object.
+        CheckpointError: no such directory or file, no regular file, one above 64 MiB, or another
+            content than a JSON object.
     """
     if not path.parent.is_dir():
         raise CheckpointError(f"no such checkpoint directory: {path.parent}")
+    if not path.exists():
+        raise CheckpointError(f"checkpoint directory {path.parent} has no {path.name}")
+    if not path.is_file():  # a pipe would be waited for, and a device never ends
+        raise CheckpointError(f"cannot read {path} as JSON: it is no regular file")
+    size = path.stat().st_size
+    if size > _MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"cannot read {path} as JSON: it has {size:,} bytes, more than {_MAX_JSON_BYTES:,}"
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"checkpoint directory {path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path} as JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, not an object")

@@ -1,5 +1,6 @@
 """Images and clips to patches, equal to Hugging Face's image processor of the Qwen-VL families."""
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -16,6 +17,10 @@ __all__ = ["ImageError", "preprocess", "smart_resize"]
 _MAX_ASPECT_RATIO = 200
 # Pillow's own limit for decompression bombs, but as an error instead of a warning.
 _MAX_SOURCE_PIXELS = 89_478_485
+
+# What photographs and drawings come in. Pillow reads more, some of it by starting other programs
+# (EPS by Ghostscript): nothing that a stranger's file should set off.
+_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 
 ImageLike = Image.Image | np.ndarray | str | os.PathLike[str]
 
@@ -47,7 +52,8 @@ def preprocess(
         grid_thw: int64 [images, 3], the patches of each image or clip along time, height, width.
 
     Raises:
-        ImageError: no images; an unreadable file, or one of more than 89 million pixels; an array
+        ImageError: no images; an unreadable file, one of a format other than AVIF, BMP, GIF, JPEG,
+            JPEG 2000, MPO, PNG, PPM, TIFF and WebP, or one of more than 89 million pixels; an array
             of another shape or dtype; frames of different sizes; sides whose ratio passes 200.
     """
     config = config or ImageConfig()
@@ -158,12 +164,19 @@ def _load_frame(frame: Any, name: str) -> Image.Image:
     try:
         if isinstance(frame, Image.Image):
             return _to_rgb(frame)
-        with Image.open(frame) as opened:
+        with Image.open(frame, formats=_readable_formats()) as opened:
             return _to_rgb(opened, upright=True)
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files
         raise ImageError(
             f"cannot read {name}: {getattr(error, 'strerror', None) or error}"
         ) from None
+
+
+@functools.cache
+def _readable_formats() -> tuple[str, ...]:
+    """Those of _FORMATS that this Pillow was built with."""
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
 def _from_array(array: np.ndarray, name: str) -> Image.Image:

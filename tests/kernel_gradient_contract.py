@@ -1,8 +1,11 @@
 """What every implementation promises about gradients.
 
 An implementation's tests inherit GradientContract and an adapter of its framework, which has
-`gradients(case, weights, packed=False, **keywords)`: the gradients of sum(weights * result) with
-respect to (qkv, cos, sin) or (q, k, v, cos, sin), as NumPy arrays.
+
+* `gradients(case, weights, packed=False, **keywords)`: the gradients of sum(weights * result) with
+  respect to (qkv, cos, sin) or (q, k, v, cos, sin), as NumPy arrays,
+* `curvature(case, weights, direction, **keywords)`: the second derivative of sum(weights * result)
+  along a direction (q, k, v, cos, sin), by differentiating twice in reverse.
 """
 
 import dataclasses
@@ -22,12 +25,17 @@ def weights_for(case):
     return rng.standard_normal(shape).astype(case.qkv.dtype)
 
 
+def moved(case, step, direction):
+    """The case some way along a direction (qkv, cos, sin), in fp64."""
+    start = (x.astype(np.float64) for x in case.packed[:3])
+    return Case(*(x + step * d for x, d in zip(start, direction, strict=True)), case.cu_seqlens)
+
+
 def slope(case, weights, scale, direction):
     """Derivative of sum(weights * exact) along a direction (qkv, cos, sin), by differences."""
 
     def value(step):
-        moved = [x + step * d for x, d in zip(case.packed[:3], direction, strict=True)]
-        return (weights * exact(Case(*moved, case.cu_seqlens), scale)).sum()
+        return (weights * exact(moved(case, step, direction), scale)).sum()
 
     return (value(STEP) - value(-STEP)) / (2 * STEP)
 
@@ -48,14 +56,34 @@ class GradientContract:
         qkv = qkv[0] if packed else np.stack(qkv, axis=1)
         gradients = (qkv, cos, sin)
         rng = np.random.default_rng(8)
-        for moved in range(3):  # qkv, then cos, then sin
+        for part, gradient in enumerate(gradients):
             for _ in range(3):
                 direction = [np.zeros(x.shape) for x in gradients]
-                direction[moved] = rng.standard_normal(gradients[moved].shape)
+                direction[part] = rng.standard_normal(gradient.shape)
                 expected = slope(case, weights, 0.4, direction)
-                size = np.linalg.norm(gradients[moved]) * np.linalg.norm(direction[moved])
-                found = (gradients[moved] * direction[moved]).sum()
+                size = np.linalg.norm(gradient) * np.linalg.norm(direction[part])
+                found = (gradient * direction[part]).sum()
                 assert abs(found - expected) <= 1e-5 * size
+
+    @both_kernels
+    def test_second_derivatives_are_the_curvature_of_the_oracle(self, max_seqlen):
+        case = make_case((9, 1, 14), head_dim=16, rotary_dim=12, dtype="float32", trailing=3)
+        weights = weights_for(case)
+        rng = np.random.default_rng(9)
+        direction = [rng.standard_normal(x.shape).astype(np.float32) for x in case.packed[:3]]
+        found = self.curvature(
+            case,
+            weights,
+            [*np.moveaxis(direction[0], 1, 0), *direction[1:]],
+            max_seqlen=max_seqlen,
+            scale=0.4,
+        )
+        step = 1e-3
+        before, behind = (
+            slope(moved(case, sign * step, direction), weights, 0.4, direction) for sign in (-1, 1)
+        )
+        expected = (behind - before) / (2 * step)
+        assert abs(found - expected) <= 1e-3 * abs(expected)
 
     def test_padding_has_no_gradient(self):
         case = make_case((9, 14), head_dim=16, leading=2, trailing=30)

@@ -53,8 +53,10 @@ def fused_rope_attention(
 
     Raises:
         TypeError, ValueError: a dtype, shape, device, stride or keyword is not as stated above.
+        NotImplementedError: forward-mode differentiation.
 
-    Differentiable in q, k, v, cos and sin: the backward pass runs through the reference.
+    Differentiable in q, k, v, cos and sin in reverse mode, repeatedly: the backward pass runs
+    through the reference.
     """
     check_arguments((q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -4,6 +4,7 @@ import math
 from numbers import Integral
 
 import torch
+from torch.autograd import forward_ad
 
 FUSE = ("auto", "qk", "q", "none")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -58,6 +59,8 @@ def check_arguments(
 ) -> None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
 
+    And NotImplementedError for one that carries a forward-mode derivative.
+
     tensors are (q, k, v), or (qkv,) alone.
     """
     first = tensors[0]
@@ -97,6 +100,11 @@ def check_arguments(
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
+    # PyTorch drops the tangents of an operator that has no forward mode, in silence.
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in (*tensors, cos, sin)):
+        raise NotImplementedError(
+            "forward-mode differentiation is not supported, use reverse mode (backward, grad)"
+        )
     if fuse not in FUSE:
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
 

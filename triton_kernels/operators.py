@@ -31,13 +31,24 @@ def _differentiate(
     needed: list[bool],
 ) -> list[torch.Tensor]:
     """Differentiate the reference, computed again; tensors are (q, k, v, cos, sin) or packed."""
+    tensors = [x.detach().requires_grad_(n) for x, n in zip(tensors, needed, strict=True)]
+    return _pull(grad, tensors, cu_seqlens, scale, needed)
+
+
+def _pull(
+    grad: torch.Tensor,
+    tensors: list[torch.Tensor],
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    needed: list[bool],
+    create_graph: bool = False,
+) -> list[torch.Tensor]:
     with torch.enable_grad():
-        tensors = [x.detach().requires_grad_(n) for x, n in zip(tensors, needed, strict=True)]
         *qkv, cos, sin = tensors
         q, k, v = qkv[0].unbind(1) if len(qkv) == 1 else qkv
         out = rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
-    wanted = [x for x in tensors if x.requires_grad]
-    return list(torch.autograd.grad(out, wanted, grad))
+    wanted = [x for x, n in zip(tensors, needed, strict=True) if n]
+    return list(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
 
 
 for _device in ("CPU", "CUDA"):
@@ -76,9 +87,14 @@ def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     *tensors, cu_seqlens = ctx.saved_tensors
     needed = list(ctx.needs_input_grad[: len(tensors)])
-    grads = iter(
-        torch.ops.fused_rope_attention.backward(grad, tensors, cu_seqlens, ctx.scale, needed)
-    )
+    if torch.is_grad_enabled():  # create_graph=True: what is computed here is differentiated again
+        tensors = [x.view_as(x) for x in tensors]  # of which none is computed from another
+        found = _pull(grad, tensors, cu_seqlens, ctx.scale, needed, create_graph=True)
+    else:
+        found = torch.ops.fused_rope_attention.backward(
+            grad, tensors, cu_seqlens, ctx.scale, needed
+        )
+    grads = iter(found)
     return (*(next(grads) if n else None for n in needed), None, None, None, None, None)
 
 

@@ -74,6 +74,30 @@ def test_without_a_gpu_the_main_job_is_agreement(without_gpu, agreement, tmp_pat
     assert cli.main([]) == cli.DISAGREES
 
 
+@pytest.mark.parametrize(("findings", "status"), [(0, cli.AGREES), (2, cli.DISAGREES)])
+def test_stress_writes_its_file_and_says_what_it_found(
+    monkeypatch, findings, status, tmp_path, capsys
+):
+    from compare import trust
+
+    def check_trust(seconds):
+        assert seconds == 7.5
+        return [trust._record("place", "triton", "moved", 9, ["differs"] * findings)]
+
+    monkeypatch.setattr(trust, "check_trust", check_trust)
+    path = tmp_path / "trust.json"
+    assert cli.main(["trust", "--seconds", "7.5", "--json", str(path)]) == status
+    assert results.read(path).records[0]["cases"] == 9
+    said = capsys.readouterr().out
+    assert ("nothing: 9 cases" if findings == 0 else "in 1 of 1 checks") in said
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
+def test_stress_takes_a_positive_time(seconds, capsys):
+    assert cli.main(["trust", "--seconds", seconds]) == cli.BAD_INPUT
+    assert "expected a positive number" in sentence(capsys)
+
+
 @pytest.mark.parametrize("part", ["kernels", "fusion", "towers", "integration"])
 def test_benchmarks_need_a_gpu(without_gpu, part, capsys):
     assert cli.main([part]) == cli.BAD_INPUT

@@ -38,6 +38,8 @@ def test_report_links_charts_that_are_there(directory):
     assert "in 12 of 12 cells" in text
     assert "| µs of qk, q, none | 64 | 128 | 1024 |" in text
     assert f"{synthetic.MISSING}: not installed" in text
+    assert "### Under stress" in text
+    assert "| any cu_seqlens | triton 6,000, pallas 6,000 | nothing wrong; **pallas: 2" in text
     assert not list(directory.rglob("*.part"))
 
 

@@ -168,10 +168,19 @@ def test_truncated_file(tmp_path, tiny_config, kept):
         read_checkpoint(tiny_config, tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
-def test_damaged_index(tmp_path, tiny_config, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot read .*index.json as JSON"),
+        ("[]", "index.json holds a JSON list, not an object"),
+        ("{}", "index.json is damaged, it needs a 'weight_map'"),
+        ('{"weight_map": 3}', "index.json is damaged, it needs a 'weight_map'"),
+        ('{"weight_map": {"a": 1}}', "index.json is damaged, it needs a 'weight_map'"),
+    ],
+)
+def test_damaged_index(tmp_path, tiny_config, text, message):
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"index.json is damaged, it needs a 'weight_map'"):
+    with pytest.raises(CheckpointError, match=message):
         read_checkpoint(tiny_config, tmp_path)
 
 

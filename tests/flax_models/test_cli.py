@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ pytest.importorskip("jax")
 pytest.importorskip("flax")
 
 from flax_models import ImageConfig, load_vision_tower, preprocess
-from flax_models.__main__ import main
+from flax_models.__main__ import _WRITERS, main
 from tests.tower_checkpoints import SMALL_TOWERS, write_checkpoint
 
 CONFIG = SMALL_TOWERS["head_dim_16"]
@@ -123,6 +124,44 @@ def test_an_older_file_is_replaced_only_by_a_complete_one(run, images, tmp_path)
     assert run()[0] == 0
     assert sorted(os.listdir(tmp_path)) == ["bad.png", "out.npz"]
     assert read(tmp_path / "out.npz")[1] == [str(path) for path in images]
+
+
+@pytest.mark.parametrize("out", ["out.npz", "out.safetensors"])
+def test_a_full_disk_leaves_no_part_of_a_file(run, tmp_path, out):
+    (tmp_path / out).write_bytes(b"older")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        status, stdout, stderr = run(out=out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (status, stdout) == (2, "")
+    assert "File too large" in stderr
+    assert os.listdir(tmp_path) == [out]
+    assert (tmp_path / out).read_bytes() == b"older"
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, MemoryError])
+def test_an_interruption_leaves_no_part_of_a_file(run, tmp_path, monkeypatch, interruption):
+    def interrupt(path, arrays, names):
+        path.write_bytes(b"half a fi")
+        raise interruption
+
+    monkeypatch.setitem(_WRITERS, ".npz", interrupt)
+    with pytest.raises(interruption):
+        run()
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_written_beside_the_output(run, images, checkpoint, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    folders = [*{path.parent for path in images}, checkpoint, elsewhere]
+    before = {folder: sorted(os.listdir(folder)) for folder in folders}
+    assert run()[0] == 0
+    assert {folder: sorted(os.listdir(folder)) for folder in folders} == before
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "out.npz"]
 
 
 def refused(result, tmp_path, *words):

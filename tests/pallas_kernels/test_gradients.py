@@ -25,6 +25,23 @@ class JaxGradients(JaxAdapter):
         *arguments, cu_seqlens = map(jnp.asarray, case.packed if packed else case.separate)
         return [np.array(x) for x in gradients(cu_seqlens, *arguments)]
 
+    def curvature(self, case, weights, direction, **options):
+        function = public_function(False, {"implementation": self.implementation, **options})
+        *arguments, cu_seqlens = map(jnp.asarray, case.separate)
+
+        def along(scalar):
+            def value(*arguments):
+                gradients = jax.grad(scalar, argnums=tuple(range(5)))(*arguments)
+                return sum((g * d).sum() for g, d in zip(gradients, direction, strict=True))
+
+            return value
+
+        def total(*arguments):
+            return (function(*arguments, cu_seqlens) * weights).sum()
+
+        compiled = jax.jit(along(along(total)), compiler_options=COMPILER_OPTIONS)
+        return float(compiled(*arguments))
+
 
 class TestKernel(JaxGradients, GradientContract):
     implementation = "triton"

@@ -1,12 +1,11 @@
 """The PyTorch side of the contract suites: NumPy in, NumPy out, on the GPU if there is one."""
 
-import contextlib
-
 import ml_dtypes
 import numpy as np
 import torch
 
 import triton_kernels
+from compare.guards import guarded, guarded_results, intact, same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -31,16 +30,6 @@ def interpreted_nan():
     return np.errstate(all="ignore")
 
 
-@contextlib.contextmanager
-def unwritten_memory_is_nan():
-    """torch.empty gives NaN, so that an element that no kernel writes is seen."""
-    torch.use_deterministic_algorithms(True)  # what makes PyTorch fill new memory
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def public_function(packed):
     if packed:
         return triton_kernels.fused_rope_attention_qkvpacked
@@ -53,15 +42,20 @@ class TorchAdapter:
     array = staticmethod(to_torch)
 
     def attention(self, case, packed=False, **options):
-        arguments = [to_torch(x) for x in (case.packed if packed else case.separate)]
-        kernel = self.implementation == "triton"
-        memory = unwritten_memory_is_nan() if kernel else contextlib.nullcontext()
-        with memory, interpreted_nan():
-            result = public_function(packed)(
-                *arguments, implementation=self.implementation, **options
+        """One call with NaN around every input, and in and around every result beforehand."""
+        *tensors, cu_seqlens = map(to_torch, case.packed if packed else case.separate)
+        inputs = [guarded(x) for x in tensors]
+        held = [buffer.clone() for _, buffer in inputs]
+        segments, _ = guarded(cu_seqlens, value=len(case.qkv) // 2)
+        with guarded_results() as results, interpreted_nan():
+            out = public_function(packed)(
+                *(x for x, _ in inputs), segments, implementation=self.implementation, **options
             )
-        assert result.is_contiguous()
-        return to_numpy(result)
+        for before, (_, buffer) in zip(held, inputs, strict=True):
+            assert same_bits(before, buffer)
+        assert all(map(intact, results))
+        assert out.is_contiguous()
+        return to_numpy(out)
 
     def check_cu_seqlens(self, cu_seqlens, *arguments):
         triton_kernels.check_cu_seqlens(to_torch(cu_seqlens), *arguments)

@@ -4,10 +4,14 @@ A process of its own: with TRITON_INTERPRET=1, as the other tests have it on a C
 compiled. What is compiled is what the operators launch: the launches are recorded, not written
 down here a second time.
 
-    python tests/triton_kernels/compile_ahead.py
+    python -m tests.triton_kernels.compile_ahead            what every run of the tests compiles
+    python -m tests.triton_kernels.compile_ahead --every    every variant, on every architecture
+    python -m tests.triton_kernels.compile_ahead --write    the same, into the table of this Triton
+
+Registers and spills are ptxas', which comes with Triton: the table holds them for each version.
 """
 
-import itertools
+import argparse
 import json
 import re
 import subprocess
@@ -63,28 +67,71 @@ class Variant:
 
 
 STREAM = 9216
-VARIANTS = [
-    # The towers' two kernels, and a long head, everywhere.
-    *itertools.chain.from_iterable(
-        (
-            Variant(arch),
-            Variant(arch, max_seqlen=STREAM),
-            Variant(arch, head_dim=128, max_seqlen=STREAM),
-            Variant(arch, dtype="float32", max_seqlen=STREAM),
+ARCHITECTURES = (80, 90, 100)
+TABLE = Path(__file__).with_name("resources.json")
+
+
+def every_variant(arch: int) -> list[Variant]:
+    """Every kernel, dtype, width of a head, tile and way of fusing, though not all their mixes."""
+    return [
+        *main_variants(arch),
+        *(
+            Variant(arch, head_dim=head_dim, max_seqlen=max_seqlen)
+            for head_dim in (64, 72, 96)
+            for max_seqlen in (64, STREAM)
+        ),
+        Variant(arch, head_dim=128),
+        Variant(arch, head_dim=256, max_seqlen=STREAM),
+        Variant(arch, max_seqlen=16, rotary_dim=40),
+        Variant(arch, max_seqlen=32),
+        Variant(arch, max_seqlen=128),
+        Variant(arch, head_dim=128, max_seqlen=128),
+        Variant(arch, dtype="float16"),
+        Variant(arch, dtype="float16", max_seqlen=128),
+        Variant(arch, dtype="float16", max_seqlen=STREAM),
+        Variant(arch, dtype="float32", max_seqlen=16),
+        Variant(arch, dtype="float32", max_seqlen=32),
+        Variant(arch, max_seqlen=STREAM, fuse="q"),
+        Variant(arch, max_seqlen=STREAM, fuse="qk"),
+        Variant(arch, offset=1),
+    ]
+
+
+def main_variants(arch: int) -> list[Variant]:
+    """The towers' two kernels, a long head, and fp32."""
+    return [
+        Variant(arch),
+        Variant(arch, max_seqlen=STREAM),
+        Variant(arch, head_dim=128, max_seqlen=STREAM),
+        Variant(arch, dtype="float32", max_seqlen=STREAM),
+    ]
+
+
+EVERY = [variant for arch in ARCHITECTURES for variant in every_variant(arch)]
+USUAL = [*main_variants(80), *every_variant(90), *main_variants(100)]
+
+
+def table_key(record: dict) -> str:
+    """A record's name in the table."""
+    return f"{record['kernel']}: {record['variant']}"
+
+
+def table_entry(record: dict) -> dict[str, int]:
+    """What the table holds: registers a thread, shared bytes a program, bytes a thread spills."""
+    return {name: record[name] for name in ("registers", "shared", "stack")}
+
+
+def write_table(records: list[dict]) -> None:
+    """Renew this Triton's part of the table."""
+    table = json.loads(TABLE.read_text()) if TABLE.is_file() else {}
+    table[triton.__version__] = {table_key(record): table_entry(record) for record in records}
+    lines = []
+    for version, entries in sorted(table.items()):
+        rows = ",\n".join(
+            f"  {json.dumps(key)}: {json.dumps(entries[key])}" for key in sorted(entries)
         )
-        for arch in (80, 90, 100)
-    ),
-    Variant(90, head_dim=72),
-    Variant(90, head_dim=128, max_seqlen=128),
-    Variant(90, max_seqlen=16, rotary_dim=40),
-    Variant(90, dtype="float16", max_seqlen=128),
-    Variant(90, dtype="float32", max_seqlen=32),
-    Variant(90, max_seqlen=STREAM, fuse="q"),
-    Variant(90, max_seqlen=STREAM, fuse="qk"),
-    Variant(90, head_dim=72, max_seqlen=STREAM),
-    Variant(90, head_dim=256, max_seqlen=STREAM),
-    Variant(90, offset=1),
-]
+        lines.append(f"{json.dumps(version)}: {{\n{rows}\n }}")
+    TABLE.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
 
 
 def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
@@ -173,12 +220,21 @@ def inspect_machine_code(cubin: bytes) -> tuple[int, int, str]:
 
 
 def main() -> None:
-    """Compile all variants, two at a time."""
+    """Compile, two variants at a time, and print or write what came out."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--every", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    variants = EVERY if options.every or options.write else USUAL
+    written = []
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        for records in pool.map(compile_variant, VARIANTS):
+        for records in pool.map(compile_variant, variants):
+            written += records
             for record in records:
                 sys.stdout.write(json.dumps(record) + "\n")
                 sys.stdout.flush()
+    if options.write:
+        write_table(written)
 
 
 if __name__ == "__main__":

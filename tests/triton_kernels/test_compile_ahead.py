@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import triton
 
+from tests.hostile import examples
+from tests.triton_kernels.compile_ahead import EVERY, TABLE, table_entry, table_key
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +26,9 @@ SPILL_LIMIT = 256
 @pytest.fixture(scope="module")
 def compiled():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    every = ["--every"] if examples(1) > 1 else []
     result = subprocess.run(
-        [sys.executable, "-m", "tests.triton_kernels.compile_ahead"],
+        [sys.executable, "-m", "tests.triton_kernels.compile_ahead", *every],
         capture_output=True, text=True, cwd=ROOT, env=environment,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
@@ -48,8 +53,34 @@ def test_no_kernel_that_must_be_fast_spills(compiled):
     assert [r for r in fast if r["stack"] > 0] == []
 
 
+# Not good, but known, and no more than the table says: whole windows of many rows or columns in the
+# registers of sm_80, 256 columns anywhere, and loads of single elements on sm_80.
+SPILLING = re.compile(r"sm_80, (96, .*|.*max 128|.*unaligned)|.*, 256, .*")
+
+
 def test_no_kernel_spills_much(compiled):
-    assert [r for r in compiled if r["stack"] > SPILL_LIMIT] == []
+    spilling = [r for r in compiled if r["stack"] > SPILL_LIMIT]
+    assert [r for r in spilling if not SPILLING.fullmatch(r["variant"])] == []
+
+
+def test_registers_shared_memory_and_spills_are_those_of_the_table(compiled):
+    table = json.loads(TABLE.read_text())
+    how = "python -m tests.triton_kernels.compile_ahead --write"
+    if triton.__version__ not in table:
+        pytest.skip(f"no table for Triton {triton.__version__}, whose ptxas decides: {how}")
+    known = table[triton.__version__]
+    changed = [
+        f"{table_key(record)}: {table_entry(record)}, the table has {known.get(table_key(record))}"
+        for record in compiled
+        if table_entry(record) != known.get(table_key(record))
+    ]
+    assert not changed, "\n".join([*changed, f"If that is meant: {how}"])
+
+
+def test_the_table_holds_every_variant():
+    for entries in json.loads(TABLE.read_text()).values():
+        variants = {key.partition(": ")[2] for key in entries}
+        assert variants == set(map(str, EVERY))
 
 
 def test_no_wgmma_descriptor_is_broken(compiled):

@@ -1,6 +1,9 @@
 """Derivatives through triton_kernels."""
 
+import numpy as np
+import pytest
 import torch
+from torch.autograd import forward_ad
 
 import triton_kernels
 from tests.kernel_cases import make_case
@@ -23,6 +26,18 @@ class TorchGradients(TorchAdapter):
             result = public_function(packed)(*arguments, cu_seqlens, **options)
         return [to_numpy(x) for x in torch.autograd.grad(result, arguments, to_torch(weights))]
 
+    def curvature(self, case, weights, direction, **options):
+        *arguments, cu_seqlens = map(to_torch, case.separate)
+        arguments = [x.requires_grad_() for x in arguments]
+        direction = list(map(to_torch, direction))
+        attend = public_function(False)
+        result = attend(*arguments, cu_seqlens, implementation=self.implementation, **options)
+        for _ in range(2):
+            gradients = torch.autograd.grad(result, arguments, to_torch(weights), create_graph=True)
+            result = sum((g * d).sum() for g, d in zip(gradients, direction, strict=True))
+            weights = np.ones((), np.float32)
+        return result.item()
+
 
 class TestKernel(TorchGradients, GradientContract):
     implementation = "triton"
@@ -39,3 +54,45 @@ def test_only_what_requires_a_gradient_gets_one():
     out.float().sum().backward()
     assert k.grad is not None
     assert all(x.grad is None for x in (q, v, cos, sin))
+
+
+def test_second_derivatives_of_tensors_that_depend_on_each_other():
+    q, _, v, cos, sin, cu_seqlens = map(to_torch, make_case([5], head_dim=8, heads=1).separate)
+    q, v = q.float(), v.float()
+
+    def penalty(implementation, q):
+        out = triton_kernels.fused_rope_attention(
+            q, 2 * q, v, cos, sin, cu_seqlens, max_seqlen=8, implementation=implementation
+        )
+        (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        return gradient.square().sum()
+
+    def by_differences(direction, step=1e-2):
+        ends = [penalty("reference", (q + s * direction).requires_grad_()) for s in (-step, step)]
+        return (ends[1] - ends[0]).item() / (2 * step)
+
+    at = q.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(penalty("triton", at), at)
+    direction = torch.nn.functional.normalize(gradient.flatten(), dim=0).view(gradient.shape)
+    assert by_differences(direction) == pytest.approx(gradient.norm().item(), rel=1e-2)
+
+
+# From PyTorch's own forward_ad.py, when forward mode is first used.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("moved", range(5))
+def test_forward_mode_is_refused(moved):
+    *tensors, cu_seqlens = map(to_torch, make_case([5], head_dim=16).separate)
+    with forward_ad.dual_level():
+        tensors[moved] = forward_ad.make_dual(tensors[moved], torch.ones_like(tensors[moved]))
+        with pytest.raises(NotImplementedError, match="forward-mode differentiation is not supp"):
+            triton_kernels.fused_rope_attention(*tensors, cu_seqlens, max_seqlen=8)
+
+
+def test_functional_transforms_are_refused():
+    *tensors, cu_seqlens = map(to_torch, make_case([5], head_dim=16).separate)
+
+    def loss(q):
+        return triton_kernels.fused_rope_attention(q, *tensors[1:], cu_seqlens, max_seqlen=8).sum()
+
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(loss)(tensors[0])

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from compare.guards import GUARD, guarded, guarded_results, intact
+from tests.hostile import TOKENS, hostile_cu_seqlens
 from tests.kernel_cases import assert_accurate, make_case
 from tests.kernel_contract import STREAM, WINDOW, both_kernels, cut
 from tests.triton_kernels.adapter import (
@@ -14,71 +16,28 @@ from tests.triton_kernels.adapter import (
     to_torch,
 )
 
-GUARD = 4096  # elements before and behind a tensor
 
-
-def guarded(x, value=float("nan"), guard=GUARD):
-    """A copy of x inside a larger buffer that is filled with a value, and that buffer."""
-    buffer = torch.full((x.numel() + 2 * guard,), value, dtype=x.dtype, device=x.device)
-    inside = buffer[guard : guard + x.numel()].view(x.shape)
-    inside.copy_(x)
-    return inside, buffer
-
-
-@pytest.fixture
-def new_tensors(monkeypatch):
-    """Every tensor that torch.empty makes stands between guards; the buffers, in order."""
-    buffers = []
-    empty = torch.empty
-
-    def guarded_empty(*size, **options):
-        x = empty(*size, **options)
-        if not x.is_floating_point():
-            return x
-        inside, buffer = guarded(torch.full_like(x, float("nan")), value=7.0)
-        buffers.append(buffer)
-        return inside
-
-    monkeypatch.setattr(torch, "empty", guarded_empty)
-    return buffers
-
-
-HOSTILE = {
-    "legal": (0, 9, 9, 20, 27),
-    "negative": (-5, 4, -9, 30, 30),
-    "beyond the end": (0, 40, 2**31 - 1, 50, 60),
-    "decreasing": (30, 20, 10, 5, 0),
-    "back and forth": (0, 30, 3, 29, 1),
-    "the whole range": (-(2**31), 2**31 - 1, -(2**31), 2**31 - 1, 0),
-    "all beyond the end": (31, 32, 33, 34, 35),
-    "all negative": (-4, -3, -2, -1, -1),
-}
-
-
-@both_kernels
-@pytest.mark.parametrize("fuse", ["qk", "none"])
-@pytest.mark.parametrize("cu_seqlens", HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.parametrize("guard", [GUARD, GUARD + 1], ids=["aligned", "unaligned"])
-def test_nothing_outside_the_tensors_is_read_or_written(
-    cu_seqlens, fuse, max_seqlen, guard, new_tensors
-):
-    # 30 tokens, 1 head of 72 = 64 + 8 columns: no side is a multiple of a tile's.
-    case = cut(cu_seqlens, tokens=30, head_dim=72, heads=1, dtype="float32")
+@hostile_cu_seqlens(
+    usual=25, fuse=("qk", "none", "q"), max_seqlen=(WINDOW, STREAM), guard=(GUARD, GUARD + 1)
+)
+def test_nothing_outside_the_tensors_is_read_or_written(cu_seqlens, fuse, max_seqlen, guard):
+    # 30 tokens, 1 head of 72 = 64 + 8 columns: no side is a multiple of a tile's. Every second
+    # guard leaves the tensors unaligned.
+    case = cut(cu_seqlens, tokens=TOKENS, head_dim=72, heads=1, dtype="float32")
     *tensors, cu_seqlens = (to_torch(x) for x in case.separate)
     inputs = [guarded(x, guard=guard) for x in tensors]
     seqlens, _ = guarded(cu_seqlens, value=15)
-    result = public_function(False)(
-        *(inside for inside, _ in inputs), seqlens,
-        max_seqlen=max_seqlen, fuse=fuse, implementation="triton",
-    )  # fmt: skip
-    assert torch.isfinite(result).all()  # a read beside the tensors would have been NaN
+    with guarded_results() as results:
+        out = public_function(False)(
+            *(inside for inside, _ in inputs), seqlens,
+            max_seqlen=max_seqlen, fuse=fuse, implementation="triton",
+        )  # fmt: skip
+    assert torch.isfinite(out).all()  # a read beside the tensors would have been NaN
     for before, (inside, buffer) in zip(tensors, inputs, strict=True):
         assert torch.equal(inside, before)
         assert buffer.isnan().sum() == 2 * guard
-    assert len(new_tensors) == (1 if fuse == "qk" else 3)
-    for buffer in new_tensors:
-        assert (buffer[:GUARD] == 7).all()
-        assert (buffer[-GUARD:] == 7).all()
+    assert len(results) == {"qk": 1, "q": 2, "none": 3}[fuse]
+    assert all(map(intact, results))
 
 
 LAYOUTS = {

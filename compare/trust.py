@@ -1,0 +1,149 @@
+"""What kernels and towers endure: every check, how many cases it went through, what came out."""
+
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from compare import huggingface, trust_inputs, trust_kernels, trust_server
+from compare.console import print_table, progress
+from compare.environment import has_gpu
+from compare.errors import one_line
+from compare.results import Record
+from compare.tower_agreement import SMALL_TOWERS
+from compare.towers import TowerImplementation, free_memory, our_towers
+from compare.trust_inputs import Sizes
+from compare.trust_kernels import Findings
+from compare.trust_server import Traffic
+from compare.trust_subjects import SUBJECTS, Subject
+from flax_models import VisionConfig
+
+# The 7B tower's sizes, a few layers of it: a server's life is about calls, not about depth.
+SERVER_CONFIG = VisionConfig(depth=4, out_hidden_size=256, fullatt_block_indexes=(3,))
+SERVER = "server"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One kind of stress.
+
+    Attributes:
+        name: as in result files.
+        tried: in words, for the report.
+        run: goes through the cases of one kernel.
+    """
+
+    name: str
+    tried: str
+    run: Callable[[Subject, Sizes], Findings]
+
+
+CHECKS = (
+    Check(
+        "hostile",
+        "cu_seqlens of any int32 content, guards around every tensor (triton)",
+        trust_kernels.hostile,
+    ),
+    Check("poison", "NaN and infinity in one segment or in padding", trust_kernels.poison),
+    Check(
+        "huge",
+        "{0.far_tokens:,} tokens x {0.far_heads} x 80 packed, a segment of {0.long_segment:,} "
+        "tokens, {0.segments:,} segments, one token, none",
+        trust_kernels.huge,
+    ),
+    Check("determinism", "{0.runs} runs of each call, bit by bit", trust_kernels.determinism),
+    Check("place", "a segment moved about among others, bit by bit", trust_kernels.place),
+    Check(
+        "numerics",
+        "logits of 1e4, equal rows, one dominant key, values near fp16's largest",
+        trust_kernels.numerics,
+    ),
+)
+
+
+def check_trust(
+    seconds: float,
+    *,
+    checks: Sequence[Check] = CHECKS,
+    subjects: Sequence[Subject] = SUBJECTS,
+    towers: Sequence[TowerImplementation] | None = None,
+) -> list[Record]:
+    """Put kernels and towers under stress and print the table.
+
+    Args:
+        seconds: for the calls of each tower's server, at most; what is measured is then less.
+        checks: of the kernels.
+        subjects: the kernels.
+        towers: default our two.
+
+    Returns:
+        A record for each check of each kernel and tower; `note` holds its first finding, `details`
+        the number of `cases` and of `findings`.
+    """
+    sizes = trust_inputs.ON_GPU if has_gpu() else trust_inputs.ON_CPU
+    pairs = [(check, subject) for check in checks for subject in subjects]
+    records = [
+        _kernel_record(check, subject, sizes) for check, subject in progress(pairs, "kernels")
+    ]
+    traffic, config = trust_server.ON_CPU, SMALL_TOWERS["tower"]
+    if has_gpu():
+        traffic, config = trust_server.ON_GPU, SERVER_CONFIG
+    with tempfile.TemporaryDirectory() as directory:
+        towers = our_towers() if towers is None else towers
+        if towers:
+            huggingface.random_checkpoint(directory, config)
+        for tower in towers:
+            records.append(_server_record(tower, directory, config, traffic, seconds))
+            free_memory()
+    _print(records)
+    return records
+
+
+def _kernel_record(check: Check, subject: Subject, sizes: Sizes) -> Record:
+    cases, findings = 0, []
+    try:
+        for finding in check.run(subject, sizes):
+            cases += 1
+            findings += [finding] if finding else []
+    except Exception as error:  # a kernel that fails is a finding: the others still count
+        findings.append(one_line(error))
+    return _record(check.name, subject.name, check.tried.format(sizes), cases, findings)
+
+
+def _server_record(
+    implementation: TowerImplementation,
+    directory: str,
+    config: VisionConfig,
+    traffic: Traffic,
+    seconds: float,
+) -> Record:
+    tried = f"calls of {traffic.requests} random sizes from {traffic.threads} threads"
+    try:
+        tower = implementation.load(directory)
+        life = trust_server.live(tower, config, traffic, seconds)
+    except Exception as error:  # a tower that fails is a finding: the other still counts
+        return _record(SERVER, implementation.name, tried, 0, [one_line(error)])
+    growth = {"host_growth_mib": life.host_growth_mib, "device_growth_mib": life.device_growth_mib}
+    return _record(SERVER, implementation.name, tried, life.calls, life.findings, **growth)
+
+
+def _record(
+    check: str, name: str, tried: str, cases: int, findings: Sequence[str], **details: float
+) -> Record:
+    return Record(
+        check,
+        name,
+        passed=cases > 0 and not findings,
+        note=findings[0] if findings else None,
+        details={"tried": tried, "cases": cases, "findings": len(findings), **details},
+    )
+
+
+def _print(records: Iterable[Record]) -> None:
+    """One row for each check of each kernel and tower."""
+    rows = []
+    for record in records:
+        outcome = "nothing wrong"
+        if not record.passed:
+            outcome = f"FAILED {record.details['findings']} times, first: {record.note}"
+        rows.append((record.workload, record.implementation, f"{record.details['cases']}", outcome))
+    print_table("Stress", ("check", "of", "cases", "what came out"), rows)

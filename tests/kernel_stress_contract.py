@@ -1,0 +1,156 @@
+"""What every implementation of the operation promises under stress: its bits, and large numbers.
+
+An implementation's tests inherit StressContract and an adapter, as for KernelContract.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compare.environment import has_gpu
+from tests.hostile import examples
+from tests.kernel_cases import (
+    DTYPES,
+    assert_same_bits,
+    exact,
+    make_case,
+    relative_rms,
+    unfused,
+)
+from tests.kernel_contract import LENGTHS, WINDOW, both_kernels, cut
+
+# Interpreters are slow, and leave nothing to chance.
+RUNS = 50 if has_gpu() else 3
+
+
+ONE_MULTIPLY_ADD = (
+    "logits * scale_log2 - row_max is one multiply-add on a GPU: what it leaves of the largest "
+    "logit is the rounding of row_max, 25 at logits of 4e8, and fp16 has no 2 ** 25 or 2 ** -25"
+)
+
+
+def products_as_written(case, spoil):
+    """The case with angles of 0 and q, k, v [tokens, heads, head_dim] fp32 as `spoil` leaves them.
+
+    spoil(q, k, v, first) changes them in place; first is each segment's first token.
+    """
+    qkv = case.qkv.astype(np.float32)
+    spoil(*qkv.transpose(1, 0, 2, 3), case.cu_seqlens[:-1])
+    return dataclasses.replace(
+        case,
+        qkv=qkv.astype(case.qkv.dtype),
+        cos=np.ones_like(case.cos),
+        sin=np.zeros_like(case.sin),
+    )
+
+
+def logits_of_1e4(q, k, v, first):
+    # Multiples of a half: fp32 sums of their products are exact in any order, so that what differs
+    # is what is done to the sums.
+    for x in (q, k):
+        x[:] = np.round(2 * x) / 2
+    q[..., 0], k[..., 0] = 256, 348
+
+
+def logits_of_minus_1e4(q, k, v, first):
+    logits_of_1e4(q, k, v, first)
+    q[..., 0] *= -1
+
+
+def equal_rows(q, k, v, first):
+    q[:], k[:] = q[0], k[0]
+
+
+def one_dominant_key(q, k, v, first):
+    q[..., 0], k[..., 0] = 256, 0
+    k[first, :, 0] = 256
+
+
+def values_near_the_largest_of_fp16(q, k, v, first):
+    v[:] = np.sign(v) * 65504
+
+
+EXTREMES = (
+    logits_of_1e4,
+    logits_of_minus_1e4,
+    equal_rows,
+    one_dominant_key,
+    values_near_the_largest_of_fp16,
+)
+
+
+def all_near_the_largest_of_fp16(q, k, v, first):
+    values_near_the_largest_of_fp16(q, k, v, first)
+    q[..., 0], k[..., 0] = 60000, 0
+    k[first, :, 0] = 60000
+
+
+class StressContract:
+    """Inherited by the tests of each implementation."""
+
+    @both_kernels
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_extreme_numbers_are_as_accurate_as_unfused(self, dtype, max_seqlen):
+        for extreme in EXTREMES:
+            self.check_extreme(extreme, dtype, max_seqlen)
+
+    @both_kernels
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_q_and_k_near_the_largest_of_fp16(self, dtype, max_seqlen, request):
+        if has_gpu() and self.implementation == "triton" and dtype == "float16":
+            request.applymarker(pytest.mark.xfail(strict=True, reason=ONE_MULTIPLY_ADD))
+        self.check_extreme(all_near_the_largest_of_fp16, dtype, max_seqlen)
+
+    def check_extreme(self, extreme, dtype, max_seqlen):
+        case = make_case((32, 20), head_dim=80, heads=1, dtype=dtype)
+        case = products_as_written(case, extreme)
+        expected = exact(case)
+        error = relative_rms(self.attention(case, max_seqlen=max_seqlen), expected)
+        # An error below a rounding of the result counts as none: unfused has none by chance.
+        rounding = {"bfloat16": 2**-9, "float16": 2**-12, "float32": 2**-25}[dtype]
+        assert error <= 2 * max(relative_rms(unfused(case), expected), rounding), extreme
+
+    # ---- the same bits ----
+
+    @both_kernels
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_same_inputs_same_bits(self, dtype, max_seqlen):
+        case = make_case(LENGTHS, trailing=3, head_dim=16, dtype=dtype)
+        first = self.attention(case, max_seqlen=max_seqlen)
+        for _ in range(RUNS - 1):
+            assert_same_bits(first, self.attention(case, max_seqlen=max_seqlen))
+
+    @both_kernels
+    @given(
+        length=st.integers(1, WINDOW),
+        start=st.integers(0, 90 - WINDOW),
+        before=st.integers(0, WINDOW),
+        behind=st.integers(0, WINDOW),
+        seed=st.integers(0, 99),
+    )
+    @settings(max_examples=examples(8))
+    def test_a_segment_gives_the_same_bits_wherever_it_stands(
+        self, length, start, before, behind, seed, max_seqlen
+    ):
+        end = start + length
+        alone = cut((0, 0, length, length), tokens=90, head_dim=16)
+        among = cut(
+            (max(0, start - before), start, end, min(90, end + behind)),
+            tokens=90, head_dim=16, seed=seed + 1,
+        )  # fmt: skip
+        for whole, part in zip(among.packed[:3], alone.packed[:3], strict=True):
+            whole[start:end] = part[:length]
+        moved = self.attention(among, max_seqlen=max_seqlen)[start:end]
+        assert_same_bits(moved, self.attention(alone, max_seqlen=max_seqlen)[:length])
+
+    def test_a_long_segment_gives_the_same_bits_wherever_it_stands(self):
+        alone = make_case([150], head_dim=16)
+        among = make_case((5, 32, 150, 1), head_dim=16, leading=3, trailing=11, seed=1)
+        start, end = among.segments[2]
+        for whole, part in zip(among.packed[:3], alone.packed[:3], strict=True):
+            whole[start:end] = part
+        together = self.attention(among, max_seqlen=150)[start:end]
+        assert_same_bits(together, self.attention(alone, max_seqlen=150))

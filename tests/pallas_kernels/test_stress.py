@@ -1,0 +1,12 @@
+"""Both implementations in Pallas under stress; the kernel is interpreted on a CPU."""
+
+from tests.kernel_stress_contract import StressContract
+from tests.pallas_kernels.adapter import JaxAdapter
+
+
+class TestKernel(JaxAdapter, StressContract):
+    implementation = "triton"
+
+
+class TestReference(JaxAdapter, StressContract):
+    implementation = "reference"

@@ -1,0 +1,12 @@
+"""Both implementations in PyTorch under stress; the kernel is interpreted on a CPU."""
+
+from tests.kernel_stress_contract import StressContract
+from tests.triton_kernels.adapter import TorchAdapter
+
+
+class TestKernel(TorchAdapter, StressContract):
+    implementation = "triton"
+
+
+class TestReference(TorchAdapter, StressContract):
+    implementation = "reference"
