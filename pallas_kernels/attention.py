@@ -229,7 +229,8 @@ def _kernel(
         programs = segments * heads
         kernel = functools.partial(window_kernel, **static, block=launch.block)
     else:
-        launch = find_launch("stream", v.dtype, head_dim, plan.max_seqlen)
+        name = "stream" if plan.fuse == "none" else "rotating_stream"
+        launch = find_launch(name, v.dtype, head_dim, plan.max_seqlen)
         programs = pl.cdiv(tokens, launch.block) * heads
         kernel = functools.partial(
             stream_kernel, **static, block=launch.block, block_k=launch.block_k

@@ -53,7 +53,7 @@ def auto_fuse(dtype: DTypeLike, max_seqlen: int) -> str:
 
 
 def find_launch(kernel: str, dtype: DTypeLike, head_dim: int, max_seqlen: int) -> Launch:
-    """How to launch a kernel ("window", "stream" or "rotate") on [tokens, heads, head_dim]."""
+    """How to launch a kernel, one of the table's KERNELS, on [tokens, heads, head_dim]."""
     operands = "single" if dtype == jnp.float32 else "half"
     shape = Shape(kernel, operands, head_dim, next_power_of_2(max_seqlen))
     return _table.get().find(gpu(), shape)

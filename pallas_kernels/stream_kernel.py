@@ -21,7 +21,6 @@ from pallas_kernels.tiles import (
     load_angles,
     load_columns,
     load_rotary,
-    multiply_add,
     rotary_tile,
     segment_bounds,
     store_columns,
@@ -145,9 +144,9 @@ def visit_keys(
     if rows.mask is not None:
         logits = jnp.where(rows.mask[None, :], logits, -jnp.inf)
 
-    new_max = jnp.maximum(row_max, jnp.max(logits, axis=1) * scale_log2)
-    p = exp2(multiply_add(logits, scale_log2, -new_max[:, None], interpreted), interpreted)
-    decay = exp2(row_max - new_max, interpreted)
+    new_max = jnp.maximum(row_max, jnp.max(logits, axis=1))
+    p = exp2((logits - new_max[:, None]) * scale_log2, interpreted)
+    decay = exp2((row_max - new_max) * scale_log2, interpreted)
     row_sum = row_sum * decay + jnp.sum(p, axis=1)
     p = p.astype(k.dtype)
 

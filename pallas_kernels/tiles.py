@@ -55,25 +55,12 @@ def exp2(x: jax.Array, interpreted: bool) -> jax.Array:
     """
     if interpreted:
         return jnp.exp2(x)
-    return _assembly("ex2.approx.ftz.f32 $0, $1;", x)
-
-
-def multiply_add(a: jax.Array, b: Scalar, c: jax.Array, interpreted: bool) -> jax.Array:
-    """a b + c in one instruction; left to itself the backend multiplies, then adds."""
-    b, c = (jnp.broadcast_to(x, a.shape) for x in (b, c))
-    if interpreted:
-        return a * b + c
-    return _assembly("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
-
-
-def _assembly(instruction: str, *arguments: jax.Array) -> jax.Array:
-    """An instruction on fp32 registers, for each element."""
     [result] = plgpu.elementwise_inline_asm(
-        instruction,
-        args=arguments,
-        constraints=",".join(["=f"] + ["f"] * len(arguments)),
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(arguments[0].shape, jnp.float32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
     )
     return result
 

@@ -17,7 +17,6 @@ from pallas_kernels.tiles import (
     load_angles,
     load_columns,
     load_rotary,
-    multiply_add,
     padding_bounds,
     rotary_tile,
     segment_bounds,
@@ -88,8 +87,9 @@ def window_kernel(
         if tail > 0:
             logits = dot(q_tail, k_tail.T, logits)
         logits = jnp.where(rows.mask[None, :], logits, -jnp.inf)
-        row_max = jnp.max(logits, axis=1) * scale_log2
-        p = exp2(multiply_add(logits, scale_log2, -row_max[:, None], interpreted), interpreted)
+        # The difference comes first: it is exactly 0 for the largest, however large that is.
+        row_max = jnp.max(logits, axis=1)
+        p = exp2((logits - row_max[:, None]) * scale_log2, interpreted)
         rescale = (1.0 / jnp.sum(p, axis=1))[:, None]
         p = p.astype(dtype)
 

@@ -162,7 +162,8 @@ def _launch(
         launch = find_launch("window", q, max_seqlen)
         kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
     else:
-        launch = find_launch("stream", q, max_seqlen, aligned)
+        name = "stream" if fuse == "none" else "rotating_stream"
+        launch = find_launch(name, q, max_seqlen, aligned)
         programs = triton.cdiv(tokens, launch.block) * heads
         kernel, blocks = stream_kernel, (launch.block, launch.block_k)
     split = head_split(head_dim)

@@ -51,7 +51,7 @@ def auto_fuse(dtype: torch.dtype, max_seqlen: int) -> str:
 
 
 def find_launch(kernel: str, x: torch.Tensor, max_seqlen: int, aligned: bool = True) -> Launch:
-    """How to launch a kernel ("window", "stream" or "rotate") on x [tokens, heads, head_dim].
+    """How to launch a kernel, one of the table's KERNELS, on x [tokens, heads, head_dim].
 
     Unaligned tensors have rows of their own, with tiles of 32 rows: those keep them away from the
     asynchronous tensor-core products, of which ptxas 12.8, which Triton 3.6 brings along,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-KERNELS = ("window", "stream", "rotate")
+KERNELS = ("window", "stream", "rotating_stream", "rotate")
 OPERANDS = ("half", "single", "unaligned")
 DEFAULT = "default"
 _CONDITIONS = ("operands", "max_head_dim", "max_length")
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
     """What a launch depends on.
 
     Attributes:
-        kernel: one of KERNELS.
+        kernel: one of KERNELS; "rotating_stream" is the stream kernel where it rotates Q or K.
         operands: one of OPERANDS: bf16 or fp16, fp32, or rows that miss an alignment to 16 bytes.
         head_dim: dims of a head.
         length: tokens of the longest segment; callers round it up to a power of two, as conditions

@@ -159,9 +159,9 @@ def visit_keys(
     if mask is not None:
         logits = tl.where(mask[None, :], logits, -float("inf"))
 
-    new_max = tl.maximum(row_max, tl.max(logits, 1) * scale_log2)
-    p = tl.exp2(logits * scale_log2 - new_max[:, None])
-    decay = tl.exp2(row_max - new_max)
+    new_max = tl.maximum(row_max, tl.max(logits, 1))
+    p = tl.exp2((logits - new_max[:, None]) * scale_log2)
+    decay = tl.exp2((row_max - new_max) * scale_log2)
     row_sum = row_sum * decay + tl.sum(p, 1)
     p = cast(p, k.dtype)
 

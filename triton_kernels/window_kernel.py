@@ -100,8 +100,9 @@ def window_kernel(
         if TAIL > 0:
             logits = dot(q_tail, tl.trans(k_tail), logits)
         logits = tl.where(mask[None, :], logits, -float("inf"))
-        row_max = tl.max(logits, 1) * scale_log2
-        p = tl.exp2(logits * scale_log2 - row_max[:, None])
+        # The difference comes first: it is exactly 0 for the largest, however large that is.
+        row_max = tl.max(logits, 1)
+        p = tl.exp2((logits - row_max[:, None]) * scale_log2)
         rescale = (1.0 / tl.sum(p, 1))[:, None]
         p = cast(p, dtype)
 

@@ -29,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from tests.triton_kernels.loop_spills import loop_spills
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
 from triton_kernels import launch as launch_module
 from triton_kernels.launch_table import Gpu
@@ -194,6 +195,7 @@ def compile_variant(variant: Variant) -> list[dict]:
                 "shared": compiled.metadata.shared,
                 "registers": registers,
                 "stack": stack,
+                "loop_spills": loop_spills(sass),
                 "descriptors": len(descriptors),
                 "broken_descriptors": broken,
             }

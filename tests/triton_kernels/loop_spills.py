@@ -1,0 +1,33 @@
+"""Finding spilled registers where they cost: inside the loops that multiply.
+
+A bound on registers (a launch's maxnreg) has the compiler set some values aside. Those that it
+stores before a loop and loads behind it cost nothing that can be measured; within the loop they
+would.
+"""
+
+import re
+
+LABEL = re.compile(r"^(\.L_\w+):")
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
+BRANCH = re.compile(r"BRA.*`\((\.L_\w+)\)")
+PRODUCTS = ("HGMMA", "HMMA")
+LOCAL_MEMORY = ("LDL", "STL")
+
+
+def loop_spills(sass: str) -> int:
+    """Loads and stores of spilled registers in the innermost loops that multiply (nvdisasm -c)."""
+    instructions: list[str] = []
+    places: dict[str, int] = {}
+    spills = 0
+    for line in sass.splitlines():
+        if label := LABEL.match(line.strip()):
+            places[label[1]] = len(instructions)
+        elif instruction := INSTRUCTION.match(line):
+            instructions.append(instruction[1])
+            jump = BRANCH.match(instruction[1])
+            if jump and jump[1] in places:  # backwards
+                body = instructions[places.pop(jump[1]) :]
+                inner = any(BRANCH.match(x) for x in body[:-1])
+                if not inner and any(x.startswith(PRODUCTS) for x in body):
+                    spills += sum(x.startswith(LOCAL_MEMORY) for x in body)
+    return spills
