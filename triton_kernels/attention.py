@@ -9,6 +9,7 @@ from triton_kernels.checks import check_arguments
 from triton_kernels.launch import auto_fuse, find_launch, head_split, window_limit
 from triton_kernels.reference import rope_attention_reference
 from triton_kernels.rotate_kernel import rotate_kernel
+from triton_kernels.run import run
 from triton_kernels.stream_kernel import stream_kernel
 from triton_kernels.window_kernel import window_kernel
 
@@ -135,12 +136,28 @@ def attend(
     if fuse == "auto":
         fuse = auto_fuse(q.dtype, max_seqlen)
     # Triton launches on the current device, which need not be the tensors'.
-    with torch.cuda.device_of(q):
-        if fuse == "none":
-            q, k = _rotate_both(q, k, cos, sin)
-        elif fuse == "q":
-            k = _rotate(k, cos, sin)
-        return _launch(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse)
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return _rotate_and_attend(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse)
+    return _rotate_and_attend(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse)
+
+
+def _rotate_and_attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    fuse: str,
+) -> torch.Tensor:
+    if fuse == "none":
+        q, k = _rotate_both(q, k, cos, sin)
+    elif fuse == "q":
+        k = _rotate(k, cos, sin)
+    return _launch(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse)
 
 
 def _launch(
@@ -167,14 +184,13 @@ def _launch(
         programs = triton.cdiv(tokens, launch.block) * heads
         kernel, blocks = stream_kernel, (launch.block, launch.block_k)
     split = head_split(head_dim)
-    kernel[(programs,)](
-        q, k, v, out, cos, sin, cu_seqlens,
-        tokens, segments, scale * LOG2_E,
-        *strides,
-        heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned,
-        fuse != "none", fuse == "qk", *blocks,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
-        enable_fp_fusion=True,
+    run(
+        kernel, programs, launch, aligned,
+        (q, k, v, out, cos, sin, cu_seqlens, tokens, segments, scale * LOG2_E, *strides),
+        (
+            heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned,
+            fuse != "none", fuse == "qk", *blocks,
+        ),
     )  # fmt: skip
     return out
 
@@ -228,11 +244,11 @@ def launch_rotate(
     aligned, strides = _strides((x, out), (cos, sin))
     launch, split = find_launch("rotate", x, 1, aligned), head_split(head_dim)
     programs = triton.cdiv(tokens, launch.block) * triton.cdiv(heads, launch.block_k)
-    rotate_kernel[(programs,)](
-        x, out, cos, sin, tokens, heads,
-        *strides,
-        head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, paired,
-        launch.block, launch.block_k,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
-        enable_fp_fusion=True,
+    run(
+        rotate_kernel, programs, launch, aligned,
+        (x, out, cos, sin, tokens, heads, *strides),
+        (
+            head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, paired,
+            launch.block, launch.block_k,
+        ),
     )  # fmt: skip

@@ -16,9 +16,15 @@ from triton_kernels.tiles import (
     store_columns,
 )
 
+# Sizes and strides vary from call to call: one binary serves all.
+NUMBERS = (
+    *("tokens", "heads"),
+    *("x_stride", "x_head_stride", "out_stride", "out_head_stride"),
+    "angle_stride",
+)
 
-# Sizes vary from call to call: one binary serves all.
-@triton.jit(do_not_specialize=("tokens", "heads"))
+
+@triton.jit(do_not_specialize=NUMBERS)
 def rotate_kernel(
     # tensors; out may be x itself where PAIRED is False
     x_ptr, out_ptr, cos_ptr, sin_ptr,

@@ -18,9 +18,15 @@ from triton_kernels.tiles import (
     store_columns,
 )
 
+# Sizes and strides vary from call to call: one binary serves all.
+NUMBERS = (
+    *("tokens", "segments"),
+    *("q_stride", "q_head_stride", "k_stride", "k_head_stride", "v_stride", "v_head_stride"),
+    "angle_stride",
+)
 
-# Sizes vary from call to call: one binary serves all.
-@triton.jit(do_not_specialize=("tokens", "segments"))
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=("cu_seqlens_ptr",))
 def window_kernel(
     # tensors
     q_ptr, k_ptr, v_ptr, out_ptr,

@@ -173,7 +173,7 @@ def source(kernel: JITFunction, arguments: tuple) -> ASTSource:
             signature[name], divisible = "fp32", False
         else:
             signature[name], divisible = "i32", x % 16 == 0
-        if specialise and divisible:
+        if specialise and divisible and not parameter.do_not_specialize_on_alignment:
             attributes[(i,)] = [["tt.divisibility", 16]]
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 

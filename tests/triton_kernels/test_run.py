@@ -1,0 +1,77 @@
+"""Which calls share a binary, shown without a GPU by a stand-in for Triton's launcher."""
+
+import pytest
+import torch
+
+from triton_kernels import run as run_module
+from triton_kernels.launch_table import Launch
+
+LAUNCH = Launch(64, 64, 4, 1)
+X = torch.zeros(4, dtype=torch.bfloat16)
+
+
+class Binary:
+    """Notes what it is launched with."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.calls.append(("binary", grid, arguments))
+
+
+class Kernel:
+    __name__ = "kernel"
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.calls.append(("triton", grid, arguments, options))
+            return Binary(self.calls)
+
+        return launch
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(run_module, "CompiledKernel", Binary)
+    monkeypatch.setattr(run_module, "_compiled", {})
+    return Kernel()
+
+
+def launched_by(kernel):
+    return [call[0] for call in kernel.calls]
+
+
+def test_triton_looks_at_the_first_call_alone(kernel):
+    run_module.run(kernel, 7, LAUNCH, True, (X, 100, 0.5), (16, 80))
+    run_module.run(kernel, 9, LAUNCH, True, (X, 200, 0.25), (16, 80))
+    assert launched_by(kernel) == ["triton", "binary"]
+    _, grid, arguments, options = kernel.calls[0]
+    assert (grid, arguments) == ((7,), (X, 100, 0.5, 16, 80))
+    assert options["num_warps"] == 4
+    assert options["maxnreg"] is None
+    assert kernel.calls[1] == ("binary", (9, 1, 1), (X, 200, 0.25, 16, 80))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"arguments": (X.half(), 100)},
+        {"constants": (16, 72)},
+        {"launch": LAUNCH._replace(maxnreg=128)},
+    ],
+)
+def test_what_a_binary_depends_on(kernel, other):
+    first = {"launch": LAUNCH, "aligned": True, "arguments": (X, 100), "constants": (16, 80)}
+    run_module.run(kernel, 7, **first)
+    run_module.run(kernel, 7, **first | other)
+    assert launched_by(kernel) == ["triton", "triton"]
+
+
+def test_unaligned_tensors_are_looked_at_each_time(kernel):
+    for _ in range(2):
+        run_module.run(kernel, 7, LAUNCH, False, (X, 100), (16, 80))
+    assert launched_by(kernel) == ["triton", "triton"]
