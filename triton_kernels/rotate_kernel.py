@@ -9,10 +9,10 @@ import triton.language as tl
 from triton_kernels.tiles import (
     cast,
     load_angles,
-    load_pairs,
+    load_columns,
+    load_rotary,
     offsets,
-    pair_columns,
-    rotate_pairs,
+    rotary_tile,
     store_columns,
 )
 
@@ -48,6 +48,8 @@ def rotate_kernel(
     # Written out, the factors tell the compiler that it may load 16 bytes at a time.
     UNIT: tl.constexpr = 8 if ALIGNED else 1
     x_stride, out_stride = x_stride * UNIT, out_stride * UNIT
+    x_head_stride = x_head_stride.to(tl.int64) * UNIT
+    out_head_stride = out_head_stride.to(tl.int64) * UNIT
     angle_stride = angle_stride * (4 if ALIGNED else 1)
     groups = tl.cdiv(heads, GROUP)
     first = (tl.program_id(0) // groups).to(tl.int64) * BLOCK
@@ -60,39 +62,116 @@ def rotate_kernel(
     cos_ptr += first * angle_stride
     sin_ptr += first * angle_stride
 
-    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
-    for i in range(0, group):
-        head = (first_head + i).to(tl.int64) * UNIT
-        rotate_tile(
-            x_ptr + head * x_head_stride, x_stride,
-            out_ptr + head * out_head_stride, out_stride,
-            rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM, PAIRED,
+    x_ptr += first_head * x_head_stride
+    out_ptr += first_head * out_head_stride
+    if PAIRED:
+        rotate_paired(
+            x_ptr, x_stride, x_head_stride, out_ptr, out_stride, out_head_stride,
+            cos_ptr, sin_ptr, angle_stride, group, rows, mask, HEAD_DIM, ROTARY_DIM, MAIN, TAIL,
         )  # fmt: skip
+    else:
+        rotate_in_order(
+            x_ptr, x_stride, x_head_stride, out_ptr, out_stride, out_head_stride,
+            cos_ptr, sin_ptr, angle_stride, group, rows, mask, HEAD_DIM, ROTARY_DIM, MAIN, TAIL,
+        )  # fmt: skip
+
+
+@triton.jit
+def rotate_paired(
+    x_ptr, x_stride, x_head_stride, out_ptr, out_stride, out_head_stride,
+    cos_ptr, sin_ptr, angle_stride, group, rows, mask,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Rotate some rows of a group of heads into the order that the attention kernels read."""
+    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
+    x_head, out_head = x_ptr, out_ptr
+    for _ in range(0, group):
+        rotate_tile(
+            x_head, x_stride, out_head, out_stride,
+            rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM,
+        )  # fmt: skip
+        x_head += x_head_stride
+        out_head += out_head_stride
     if TAIL > 0:
         cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
-        for i in range(0, group):
-            head = (first_head + i).to(tl.int64) * UNIT
+        x_head, out_head = x_ptr, out_ptr
+        for _ in range(0, group):
             rotate_tile(
-                x_ptr + head * x_head_stride, x_stride,
-                out_ptr + head * out_head_stride, out_stride,
-                rows, mask, cos, sin, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, PAIRED,
+                x_head, x_stride, out_head, out_stride,
+                rows, mask, cos, sin, MAIN, TAIL, HEAD_DIM, ROTARY_DIM,
             )  # fmt: skip
+            x_head += x_head_stride
+            out_head += out_head_stride
 
 
 @triton.jit
 def rotate_tile(x_ptr, x_stride, out_ptr, out_stride, rows, mask, cos, sin,
                 FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
-                ROTARY_DIM: tl.constexpr, PAIRED: tl.constexpr):  # fmt: skip
+                ROTARY_DIM: tl.constexpr):  # fmt: skip
     """Rotate columns FIRST .. FIRST + WIDTH (in paired order) of one head."""
+    x = load_rotary(x_ptr, x_stride, rows, mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM, True)
+    y = rotary_tile(x, cos, sin, True)
+    store_columns(out_ptr, out_stride, rows, mask, y, FIRST, WIDTH, HEAD_DIM)
+
+
+@triton.jit
+def rotate_in_order(
+    x_ptr, x_stride, x_head_stride, out_ptr, out_stride, out_head_stride,
+    cos_ptr, sin_ptr, angle_stride, group, rows, mask,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Rotate some rows of a group of heads and keep their order; out may be x itself.
+
+    Each column is read twice, for itself and for the other of its pair, so that whole rows are
+    written: halves of 80 bytes would leave sectors of 32 bytes half written.
+    """
     dtype = out_ptr.dtype.element_ty
-    x = load_pairs(x_ptr, x_stride, rows, mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
-    y1, y2 = rotate_pairs(x, cos, sin)
-    if PAIRED:
-        y = tl.interleave(cast(y1, dtype), cast(y2, dtype))
-        store_columns(out_ptr, out_stride, rows, mask, y, FIRST, WIDTH, HEAD_DIM)
-    else:
-        pair, first, distance = pair_columns(FIRST // 2, WIDTH // 2, HEAD_DIM, ROTARY_DIM)
-        mask = mask[:, None] & (pair < HEAD_DIM // 2)[None, :]
-        ptr = out_ptr + offsets(rows, out_stride, first)
-        tl.store(ptr, cast(y1, dtype), mask=mask)
-        tl.store(ptr + distance, cast(y2, dtype), mask=mask)
+    cos, sin = load_turns(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
+    if TAIL > 0:
+        cos_tail, sin_tail = load_turns(
+            cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
+        )
+    for _ in range(0, group):
+        x = load_columns(x_ptr, x_stride, rows, mask, 0, MAIN, HEAD_DIM).to(tl.float32)
+        other = load_partners(x_ptr, x_stride, rows, mask, 0, MAIN, ROTARY_DIM)
+        if TAIL > 0:
+            x_tail = load_columns(x_ptr, x_stride, rows, mask, MAIN, TAIL, HEAD_DIM)
+            other_tail = load_partners(x_ptr, x_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
+        # All of a row is read before any of it is overwritten.
+        tl.debug_barrier()
+        y = cast(x * cos + other * sin, dtype)
+        store_columns(out_ptr, out_stride, rows, mask, y, 0, MAIN, HEAD_DIM)
+        if TAIL > 0:
+            y = cast(x_tail.to(tl.float32) * cos_tail + other_tail * sin_tail, dtype)
+            store_columns(out_ptr, out_stride, rows, mask, y, MAIN, TAIL, HEAD_DIM)
+        x_ptr += x_head_stride
+        out_ptr += out_head_stride
+
+
+@triton.jit
+def partners(FIRST: tl.constexpr, WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr):
+    """Of columns FIRST .. FIRST + WIDTH: the other of the pair, and the place of their angle."""
+    column = FIRST + tl.arange(0, WIDTH)
+    first = column < ROTARY_DIM // 2
+    angle = tl.where(first, column, column - ROTARY_DIM // 2)
+    return column, tl.where(first, column + ROTARY_DIM // 2, angle), angle
+
+
+@triton.jit
+def load_partners(x_ptr, stride, rows, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+                  ROTARY_DIM: tl.constexpr):  # fmt: skip
+    """For each column the other of its pair in fp32; zero behind the rotary dims."""
+    column, partner, _ = partners(FIRST, WIDTH, ROTARY_DIM)
+    mask = mask[:, None] & (column < ROTARY_DIM)[None, :]
+    return tl.load(x_ptr + offsets(rows, stride, partner), mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_turns(cos_ptr, sin_ptr, stride, rows, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+               ROTARY_DIM: tl.constexpr):  # fmt: skip
+    """For each column its cos, and its sin with the sign that the other of its pair takes."""
+    column, _, angle = partners(FIRST, WIDTH, ROTARY_DIM)
+    mask = mask[:, None] & (column < ROTARY_DIM)[None, :]
+    cos = tl.load(cos_ptr + offsets(rows, stride, angle), mask=mask, other=1.0)
+    sin = tl.load(sin_ptr + offsets(rows, stride, angle), mask=mask, other=0.0)
+    return cos, tl.where((column < ROTARY_DIM // 2)[None, :], -sin, sin)
