@@ -156,6 +156,8 @@ def resource_table(results: Results, workloads: Sequence[str]) -> str:
         records = [timed(results, workload).get(name, {}) for workload in workloads]
         cells = [
             f"{number(record.get('compile_s'))} s, {number(record.get('peak_memory_mib'), 5)} MiB"
+            if record
+            else "–"
             for record in records
         ]
         rows.append([name, *cells])

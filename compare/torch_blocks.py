@@ -4,49 +4,14 @@ What differs between families is `config.family`'s. Every layer takes and return
 [tokens, channels] in the tower's dtype. Parameters are named as `tower_weights` names them.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from compare.torch_attention import Segments, attend
 from flax_models import VisionConfig
-from flax_models.layout import inverse_frequencies
-from triton_kernels import fused_rope_attention_qkvpacked
-
-
-@dataclass(frozen=True)
-class Segments:
-    """What attention needs beside q, k and v.
-
-    Attributes:
-        cos, sin: [tokens, head_dim / 2] fp32, of each token's rotation angles.
-        cu_seqlens: [segments + 1] int32, where each segment of tokens that see each other starts.
-        max_seqlen: upper bound on a segment's length.
-        implementation: of the attention, as in `triton_kernels`.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
-    implementation: str
-
-
-def rotary_angles(
-    config: VisionConfig, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`layout.rotary_angles` on the device: cos and sin, fp32 [tokens, head_dim / 2]."""
-    frequencies = _frequencies(config, positions.device)
-    angles = positions.float()[:, :, None] * frequencies  # [tokens, 2, head_dim / 4]
-    angles = angles.reshape(len(positions), -1)
-    return angles.cos(), angles.sin()
-
-
-@lru_cache(maxsize=32)
-def _frequencies(config: VisionConfig, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(inverse_frequencies(config)).to(device)
 
 
 class RMSNorm(nn.Module):
@@ -104,7 +69,7 @@ class PositionTable(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention within segments; the rotation of q and k happens in the kernel."""
+    """Self-attention within segments."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -115,15 +80,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
         tokens = x.shape[0]
-        attended = fused_rope_attention_qkvpacked(
-            self.qkv(x).view(tokens, 3, self.num_heads, self.head_dim),
-            segments.cos,
-            segments.sin,
-            segments.cu_seqlens,
-            max_seqlen=segments.max_seqlen,
-            implementation=segments.implementation,
-        )
-        return self.proj(attended.view(tokens, -1))
+        qkv = self.qkv(x).view(tokens, 3, self.num_heads, self.head_dim)
+        return self.proj(attend(qkv, segments).view(tokens, -1))
 
 
 class GatedMLP(nn.Module):

@@ -4,23 +4,21 @@ A forward pass is hundreds of kernels, many of which run shorter than their laun
 """
 
 import contextlib
-import dataclasses
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 
+from compare.torch_inputs import layout_arrays, layout_on_device, unflatten
 from flax_models import Layout
 
 # What a tower returns: its embeddings, or a tuple of them and of what goes with them.
 Outputs = torch.Tensor | tuple["Outputs", ...]
 Encode = Callable[[torch.Tensor, Layout], Outputs]
 
-# Arrays of a layout start at whole cache lines: Triton compiles anew for pointers less aligned.
-_LINE = 16  # int32 values
+# Longer passes gain nothing from a recording, which would keep their memory.
+_RECORDED_TOKENS = 1 << 15
 
 
 class GraphCache:
@@ -46,6 +44,11 @@ class GraphCache:
     def __len__(self) -> int:
         """The number of recordings."""
         return len(self._recordings)
+
+    def takes(self, layout: Layout) -> bool:
+        """Whether a pass is to be recorded: it gains by it, and nobody is recording around it."""
+        few = len(layout.window_order) <= _RECORDED_TOKENS
+        return few and not torch.cuda.is_current_stream_capturing()
 
     def clear(self) -> None:
         """Forget all recordings, as must be done when parameters move to other memory."""
@@ -79,7 +82,7 @@ class GraphCache:
     def _find(
         self, encode: Encode, patch_dim: int, layout: Layout, weight: torch.Tensor
     ) -> "_Recording":
-        key = (*map(len, _arrays(layout).values()), layout.max_frame_seqlen)
+        key = (*map(len, layout_arrays(layout).values()), layout.max_frame_seqlen)
         if key not in self._recordings:
             self._forget(len(self._recordings) - self.limit + 1)
             self._recordings[key] = _Recording(encode, patch_dim, layout, weight, self._recorder)
@@ -162,34 +165,3 @@ def first_rows(outputs: Outputs, rows: int, *, copy: bool = False) -> Outputs:
     if isinstance(outputs, tuple):
         return tuple(first_rows(output, rows, copy=copy) for output in outputs)
     return outputs[:rows].clone() if copy else outputs[:rows]
-
-
-@functools.lru_cache(maxsize=32)
-def layout_on_device(layout: Layout, device: torch.device) -> torch.Tensor:
-    """All arrays of a layout in one int32 tensor, which takes one transfer and one copy a call.
-
-    Remembered: `plan_layout` returns one object for each grid.
-    """
-    flat = torch.zeros(_offsets(layout)[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
-    for start, array in zip(_offsets(layout), _arrays(layout).values(), strict=False):
-        flat[start : start + array.size] = torch.tensor(array).view(-1)
-    return flat.to(device, non_blocking=True)
-
-
-def unflatten(layout: Layout, flat: torch.Tensor) -> Layout:
-    """A layout with views of `layout_on_device` for arrays."""
-    views = {
-        name: flat[start : start + array.size].view(array.shape)
-        for start, (name, array) in zip(_offsets(layout), _arrays(layout).items(), strict=False)
-    }
-    return dataclasses.replace(layout, **views)
-
-
-def _arrays(layout: Layout) -> dict[str, np.ndarray]:
-    return {name: value for name, value in vars(layout).items() if isinstance(value, np.ndarray)}
-
-
-def _offsets(layout: Layout) -> list[int]:
-    """Where each array starts in the flat tensor, and where the last one ends."""
-    sizes = [-(-array.size // _LINE) * _LINE for array in _arrays(layout).values()]
-    return [0, *np.cumsum(sizes).tolist()]

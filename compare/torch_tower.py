@@ -10,23 +10,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compare.torch_blocks import (
-    Block,
-    PatchEmbed,
-    PatchMerger,
-    PositionTable,
-    Segments,
-    rotary_angles,
-)
+from compare.torch_attention import check_known, check_provider, layout_segments
+from compare.torch_blocks import Block, PatchEmbed, PatchMerger, PositionTable
 from compare.torch_device import as_tensor, find_device, free_memory
-from compare.torch_graphs import GraphCache, first_rows, layout_on_device, unflatten
+from compare.torch_graphs import GraphCache, first_rows
+from compare.torch_inputs import layout_tensors, patches_tensor
 from flax_models import Layout, VisionConfig, choose_bucket, plan_layout, read_checkpoint
-from flax_models.layout import check_patches
+from flax_models.buckets import bucket_of_equal_frames
 from flax_models.memory import check_memory
 from flax_models.weights import tower_weights
 
@@ -35,13 +29,6 @@ Embeddings = torch.Tensor | tuple[torch.Tensor, tuple[torch.Tensor, ...]]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Longer passes gain nothing from a recording, which would keep their memory.
-_RECORDED_TOKENS = 1 << 15
-
-# The bound on a frame's tokens only chooses a kernel, and compiled blocks are bound to its value:
-# one value for all buckets, or few.
-_FRAME_BOUND = 1 << 15
-
 
 class VisionTower(nn.Module):
     """A vision tower; `load_vision_tower` makes one that holds a checkpoint's weights.
@@ -49,6 +36,8 @@ class VisionTower(nn.Module):
     Attributes:
         config: the tower's configuration.
         implementation: of the attention, as in `triton_kernels`.
+        frame_attention: what attends over whole frames, one of `torch_attention.FRAME_ATTENTION`;
+            after a change, `graphs.clear()` has to follow.
         token_buckets: padded token counts that calls choose from; None: the ladder of
             `choose_bucket`.
         graphs: the recorded passes; None: kernels are launched one by one.
@@ -59,11 +48,20 @@ class VisionTower(nn.Module):
         config: VisionConfig,
         *,
         implementation: str = "auto",
+        frame_attention: str = "fused",
         token_buckets: Sequence[int] | None = None,
     ) -> None:
+        """Build a tower with random weights.
+
+        Raises:
+            ValueError: an unknown `frame_attention`; whether it can run here, `load_vision_tower`
+                finds out.
+        """
         super().__init__()
+        check_known(frame_attention)
         self.config = config
         self.implementation = implementation
+        self.frame_attention = frame_attention
         self.token_buckets = None if token_buckets is None else tuple(token_buckets)
         self.graphs: GraphCache | None = None
         self.patch_embed = PatchEmbed(config)
@@ -107,14 +105,14 @@ class VisionTower(nn.Module):
             shape and order.
 
         Raises:
-            ValueError: a bad grid, more tokens than the largest bucket, or `pixel_values` that do
-                not match the grid.
+            ValueError: a bad grid, more tokens than the largest bucket, `pixel_values` that do
+                not match the grid, or frames that `frame_attention` cannot take.
             TypeError: `pixel_values` are not floating-point.
             MemoryError: a pass over so many tokens does not fit in what memory is free.
         """
         layout = self._plan(grid_thw)
-        patches = _check_patches(self.config, pixel_values, layout)
-        if self._is_recorded(layout):
+        patches = patches_tensor(self.config, pixel_values, layout)
+        if self.graphs is not None and self.graphs.takes(layout):
             weight = self.patch_embed.proj.weight
             return self.graphs(functools.partial(encode, self), patches, layout, weight)
         return first_rows(encode(self, *self._place(patches, layout)), layout.num_merged)
@@ -130,7 +128,7 @@ class VisionTower(nn.Module):
             embeddings.
         """
         layout = self._plan(grid_thw)
-        return self._place(_check_patches(self.config, pixel_values, layout), layout)
+        return self._place(patches_tensor(self.config, pixel_values, layout), layout)
 
     def _plan(self, grid_thw: Any) -> Layout:
         if isinstance(grid_thw, torch.Tensor):
@@ -139,19 +137,14 @@ class VisionTower(nn.Module):
         check_memory(
             self.config, bucket.tokens, self.dtype.itemsize, lambda: free_memory(self.device)
         )
+        if self.frame_attention == "cudnn":
+            bucket = bucket_of_equal_frames(grid_thw, bucket, pad_one=False)
         return plan_layout(self.config, grid_thw, bucket)
 
     def _place(self, patches: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         padding = len(layout.window_order) - len(patches)
         padded = F.pad(patches.detach().to(self.device), (0, 0, 0, padding))
         return padded, layout_tensors(layout, self.device)
-
-    def _is_recorded(self, layout: Layout) -> bool:
-        return (
-            self.graphs is not None
-            and len(layout.window_order) <= _RECORDED_TOKENS
-            and not torch.cuda.is_current_stream_capturing()
-        )
 
     def _forget_graphs(self) -> None:
         if self.graphs is not None:
@@ -183,6 +176,7 @@ def load_vision_tower(
     device: torch.device | str | None = None,
     *,
     implementation: str = "auto",
+    frame_attention: str = "fused",
     token_buckets: Sequence[int] | None = None,
     compile: bool | None = None,
     cuda_graphs: bool | None = None,
@@ -196,6 +190,9 @@ def load_vision_tower(
         dtype: bfloat16, float16 or float32; the checkpoint's own dtype does not matter.
         device: where the tower lives. None: the GPU if there is one, else the CPU.
         implementation: of the attention, as in `triton_kernels`.
+        frame_attention: what attends over whole frames: "fused", our kernel; "fa2", PyTorch's own
+            flash attention; "fa3", if installed; "cudnn", which takes only calls with frames of one
+            length, padded by whole frames. All but the first take bfloat16 and float16 on a GPU.
         token_buckets: padded token counts that calls choose from. None: a ladder that pads little
             and records seldom, see `choose_bucket`.
         compile: have `torch.compile` fuse what lies between the matrix products and the attention
@@ -207,7 +204,8 @@ def load_vision_tower(
 
     Raises:
         CheckpointError: a checkpoint that cannot be used, see `read_checkpoint`.
-        ValueError: an unknown model type or dtype, no such device, or CUDA graphs on a CPU.
+        ValueError: an unknown model type, dtype or `frame_attention`, no such device, one that
+            `frame_attention` does not run on, or CUDA graphs on a CPU.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
@@ -217,7 +215,13 @@ def load_vision_tower(
         raise ValueError(f"cuda_graphs=True needs a tower on a CUDA GPU, got device '{target}'")
     config = VisionConfig.from_pretrained(directory)
     with torch.device("meta"):  # no parameter is allocated before its values are there
-        tower = VisionTower(config, implementation=implementation, token_buckets=token_buckets)
+        tower = VisionTower(
+            config,
+            implementation=implementation,
+            frame_attention=frame_attention,
+            token_buckets=token_buckets,
+        )
+    check_provider(frame_attention, config, dtype, target)
     show = sys.stderr.isatty() if progress is None else progress
     weights = tower_weights(config, read_checkpoint(config, directory, progress=show))
     parameters = {name: as_tensor(weight).to(target, dtype) for name, weight in weights.items()}
@@ -229,15 +233,6 @@ def load_vision_tower(
     if on_gpu if cuda_graphs is None else cuda_graphs:
         tower.graphs = GraphCache()
     return tower.requires_grad_(False).eval()
-
-
-@functools.lru_cache(maxsize=32)
-def layout_tensors(layout: Layout, device: torch.device) -> Layout:
-    """A layout with tensors on a device for arrays; remembered, as `plan_layout` remembers its."""
-    tensors = unflatten(layout, layout_on_device(layout, device))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # once: any stream may read them from now on
-    return tensors
 
 
 @torch.no_grad()
@@ -257,7 +252,8 @@ def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Em
         mean nothing. With DeepStack (embeddings, features) as from a call.
 
     Raises:
-        ValueError: `pixel_values` have another shape than the layout asks for.
+        ValueError: `pixel_values` have another shape than the layout asks for, or the layout has
+            frames that the tower's `frame_attention` cannot take.
     """
     indexes = tower.config.deepstack_visual_indexes
     features = []
@@ -280,26 +276,12 @@ def _block_outputs(
             f"pixel_values must have the layout's shape {list(expected)}, "
             f"got {list(pixel_values.shape)}"
         )
-    cos, sin = rotary_angles(config, layout.positions)
-    of_implementation = functools.partial(
-        Segments, cos=cos, sin=sin, implementation=tower.implementation
-    )
-    windows = of_implementation(
-        cu_seqlens=layout.cu_window_seqlens, max_seqlen=layout.max_window_seqlen
-    )
-    frames = of_implementation(
-        cu_seqlens=layout.cu_frame_seqlens, max_seqlen=_frame_bound(layout.max_frame_seqlen)
-    )
+    windows, frames = layout_segments(config, layout, tower.implementation, tower.frame_attention)
     hidden = _embed(tower, pixel_values, layout)
     for index, block in enumerate(tower.blocks):
         segments = frames if config.sees_frames(index) else windows
         hidden = block(hidden, segments)
         yield hidden
-
-
-def _frame_bound(tokens: int) -> int:
-    """One bound for every frame but the hugest, which get the next power of two."""
-    return max(_FRAME_BOUND, 1 << (tokens - 1).bit_length())
 
 
 def _embed(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -309,12 +291,3 @@ def _embed(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> to
         return hidden
     learned = tower.position_table(layout.positions, layout.frame_sizes)
     return (hidden + learned).to(hidden.dtype)  # in fp32, rounded once
-
-
-def _check_patches(config: VisionConfig, pixel_values: Any, layout: Layout) -> torch.Tensor:
-    if not isinstance(pixel_values, torch.Tensor):
-        pixel_values = as_tensor(np.asarray(pixel_values))
-    check_patches(config, layout, pixel_values.shape)
-    if not pixel_values.is_floating_point():
-        raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
-    return pixel_values

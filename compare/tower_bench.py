@@ -26,6 +26,7 @@ from compare.towers import (
     TowerImplementation,
     free_memory,
     hugging_face_sdpa,
+    library_frame_towers,
     our_towers,
     peer_towers,
 )
@@ -47,13 +48,15 @@ def bench_towers(
 
     Args:
         workloads: what to measure on.
-        towers: what to measure beside the yardstick; default our two and their peers.
+        towers: what to measure beside the yardstick; default our two, also with libraries'
+            attention over frames, and their peers.
 
     Returns:
         A record for each tower on each workload, and the ceilings.
     """
     ceilings = ceilings_module.measure()
-    towers = [*our_towers(), *peer_towers()] if towers is None else towers
+    if towers is None:
+        towers = [*our_towers(), *library_frame_towers(), *peer_towers()]
     records = []
     for config in dict.fromkeys(workload.config for workload in workloads):
         of_config = [workload for workload in workloads if workload.config == config]
@@ -121,13 +124,18 @@ class _Run:
     def measure(
         self, implementation: TowerImplementation, limits: dict[str, float] | None
     ) -> list[Record]:
-        """One tower on all workloads; a failure is a record with the reason.
+        """One tower on its workloads; a failure is a record with the reason.
 
         Args:
             implementation: the tower, loaded here and let go at the end.
             limits: the yardstick's error on each workload; None for the yardstick itself.
         """
-        blanks = [Record(w.name, implementation.name, dtype="bfloat16") for w in self.workloads]
+        names = [workload.name for workload in self.workloads]
+        if implementation.workloads is not None:
+            names = [name for name in names if name in implementation.workloads]
+        if not names:
+            return []
+        blanks = [Record(name, implementation.name, dtype="bfloat16") for name in names]
         try:
             tower = implementation.load(self.directory)
         except Exception as error:

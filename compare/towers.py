@@ -5,6 +5,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -161,11 +162,13 @@ class TowerImplementation:
         load: reads the checkpoint in bf16; raises UnavailableError or ImportError with the reason
             where it cannot run here.
         ours: held to the tower rule; the others are there to be timed.
+        workloads: names of those that it is timed on; None: all.
     """
 
     name: str
     load: Callable[[Directory], Tower]
     ours: bool = False
+    workloads: frozenset[str] | None = None
 
 
 def our_towers() -> list[TowerImplementation]:
@@ -173,6 +176,20 @@ def our_towers() -> list[TowerImplementation]:
     return [
         TowerImplementation("torch", _load_torch, ours=True),
         TowerImplementation("flax", _load_flax, ours=True),
+    ]
+
+
+def library_frame_towers() -> list[TowerImplementation]:
+    """Our towers with a library's attention over whole frames, where frames weigh most."""
+    workloads = frozenset({"tower-1344", "tower-video-16x448"})
+    loads = {
+        "torch, FA3 frames": partial(_load_torch, frame_attention="fa3"),
+        "torch, cuDNN frames": partial(_load_torch, frame_attention="cudnn"),
+        "flax, cuDNN frames": partial(_load_flax, frame_attention="cudnn"),
+    }
+    return [
+        TowerImplementation(name, load, ours=True, workloads=workloads)
+        for name, load in loads.items()
     ]
 
 
@@ -193,6 +210,7 @@ def free_memory() -> None:
     """Hand back what towers that nobody holds any more have taken."""
     gc.collect()
     if torch.cuda.is_available():
+        torch.compiler.reset()  # past a few variants of one function it would compile no more
         torch.cuda.empty_cache()
 
 
@@ -203,14 +221,14 @@ def _hugging_face(name: str, attention: str) -> TowerImplementation:
     )
 
 
-def _load_torch(directory: Directory) -> Tower:
+def _load_torch(directory: Directory, frame_attention: str = "fused") -> Tower:
     from compare.torch_tower import load_vision_tower
 
-    return _TorchTower(load_vision_tower(directory))
+    return _TorchTower(load_vision_tower(directory, frame_attention=frame_attention))
 
 
-def _load_flax(directory: Directory) -> Tower:
+def _load_flax(directory: Directory, frame_attention: str = "fused") -> Tower:
     from flax_models import load_vision_tower
 
     require_jax_gpu()
-    return _JaxTower(load_vision_tower(directory))
+    return _JaxTower(load_vision_tower(directory, frame_attention=frame_attention))

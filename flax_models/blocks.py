@@ -5,44 +5,15 @@ it are fp32. Parameters have the names of `tower_weights` and placeholder values
 loaded.
 """
 
-from dataclasses import dataclass, field
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
+from flax_models.attention import Segments, attend
 from flax_models.config import VisionConfig
-from flax_models.layout import inverse_frequencies
-from pallas_kernels import fused_rope_attention_qkvpacked
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Segments:
-    """What attention needs beside q, k and v; goes through jit as a pytree.
-
-    Attributes:
-        cos, sin: [tokens, head_dim / 2] fp32, of each token's rotation angles.
-        cu_seqlens: [segments + 1] int32, where each segment of tokens that see each other starts.
-        max_seqlen: upper bound on a segment's length; static under jit.
-        implementation: of the attention, as in `pallas_kernels`; static under jit.
-    """
-
-    cos: jax.Array
-    sin: jax.Array
-    cu_seqlens: jax.Array
-    max_seqlen: int = field(metadata={"static": True})
-    implementation: str = field(metadata={"static": True})
-
-
-def rotary_angles(config: VisionConfig, positions: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """`layout.rotary_angles` on the device: cos and sin, fp32 [tokens, head_dim / 2]."""
-    positions = jnp.asarray(positions).astype(jnp.float32)
-    angles = positions[:, :, None] * inverse_frequencies(config)  # [tokens, 2, head_dim / 4]
-    angles = angles.reshape(len(positions), -1)
-    return jnp.cos(angles), jnp.sin(angles)
 
 
 class Linear(nnx.Module):
@@ -138,7 +109,7 @@ class PositionTable(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Self-attention within segments; the rotation of q and k happens in the kernel."""
+    """Self-attention within segments."""
 
     def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
         self.num_heads = config.num_heads
@@ -148,15 +119,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, segments: Segments) -> jax.Array:
         tokens = x.shape[0]
-        attended = fused_rope_attention_qkvpacked(
-            self.qkv(x).reshape(tokens, 3, self.num_heads, self.head_dim),
-            segments.cos,
-            segments.sin,
-            segments.cu_seqlens,
-            max_seqlen=segments.max_seqlen,
-            implementation=segments.implementation,
-        )
-        return self.proj(attended.reshape(tokens, -1))
+        qkv = self.qkv(x).reshape(tokens, 3, self.num_heads, self.head_dim)
+        return self.proj(attend(qkv, segments).reshape(tokens, -1))
 
 
 class GatedMLP(nnx.Module):

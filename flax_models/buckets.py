@@ -5,7 +5,7 @@ of compilations is the number of token buckets in use, hardly ever more.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -127,6 +127,39 @@ def bucket_of_tokens(config: VisionConfig, grid: np.ndarray, tokens: int) -> Buc
         frames=_roomy(usual_frames, count_frames(grid), most),
         frame_tokens=_roomy(_FRAME_TOKENS, int(grid[:, 1:].prod(axis=1).max()), tokens),
     )
+
+
+def bucket_of_equal_frames(grid_thw: Any, bucket: Bucket, *, pad_one: bool) -> Bucket:
+    """Divide a bucket's tokens into frames of one length, for libraries that take only such.
+
+    Args:
+        grid_thw: [images, 3] integers that fit the bucket.
+        bucket: as `choose_bucket` returns it.
+        pad_one: a frame that is alone may be padded to the bucket.
+
+    Returns:
+        The bucket with frames x frame_tokens = tokens.
+
+    Raises:
+        ValueError: frames of several lengths, or a bucket that is no whole number of them.
+    """
+    grid = np.asarray(grid_thw)
+    lengths = grid[:, 1] * grid[:, 2]
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    if shortest != longest:
+        raise ValueError(
+            "frame_attention='cudnn' needs frames of one length, got frames of "
+            f"{shortest:,} to {longest:,} tokens: use 'fused' for such calls"
+        )
+    if pad_one and count_frames(grid) == 1:
+        longest = bucket.tokens
+    if bucket.tokens % longest:
+        raise ValueError(
+            f"frame_attention='cudnn' needs padding by whole frames of {longest:,} tokens, but "
+            f"this call is padded from {count_tokens(grid):,} to {bucket.tokens:,}: choose other "
+            "token_buckets, or use 'fused'"
+        )
+    return replace(bucket, frames=bucket.tokens // longest, frame_tokens=longest)
 
 
 def _roomy(usual: int, needed: int, most: int) -> int:

@@ -5,7 +5,6 @@ at the exit; no block permutes. Shapes are those of a bucket and everything else
 data, so one compilation serves every mix of images and clips that fits the bucket.
 """
 
-import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,19 +15,15 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from flax_models.blocks import (
-    Block,
-    PatchEmbed,
-    PatchMerger,
-    PositionTable,
-    Segments,
-    rotary_angles,
-)
-from flax_models.buckets import choose_bucket
+from flax_models.attention import check_known, check_provider, layout_segments
+from flax_models.blocks import Block, PatchEmbed, PatchMerger, PositionTable
+from flax_models.buckets import bucket_of_equal_frames, choose_bucket
 from flax_models.checkpoint import read_checkpoint
 from flax_models.compiled import compiled
 from flax_models.config import VisionConfig
-from flax_models.layout import Layout, check_patches, plan_layout
+from flax_models.device import find_device, free_memory
+from flax_models.inputs import layout_on_device, pad_patches
+from flax_models.layout import Layout, plan_layout
 from flax_models.memory import check_memory
 from flax_models.rows import first_rows
 from flax_models.weights import tower_weights
@@ -38,16 +33,6 @@ Embeddings = jax.Array | tuple[jax.Array, tuple[jax.Array, ...]]
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
-# The bounds choose a kernel and so are static; whatever else varies with the images is data.
-jax.tree_util.register_dataclass(
-    Layout,
-    data_fields=(
-        *("window_order", "output_order", "positions", "frame_sizes"),
-        *("cu_window_seqlens", "cu_frame_seqlens", "num_tokens", "num_merged"),
-    ),
-    meta_fields=("max_window_seqlen", "max_frame_seqlen"),
-)
-
 
 class VisionTower(nnx.Module):
     """A vision tower; `load_vision_tower` makes one that holds a checkpoint's weights.
@@ -56,6 +41,7 @@ class VisionTower(nnx.Module):
         config: the tower's configuration.
         dtype: of parameters, activations and embeddings.
         implementation: of the attention, as in `pallas_kernels`.
+        frame_attention: what attends over whole frames, one of `attention.FRAME_ATTENTION`.
         token_buckets: padded token counts that calls choose from; None: the ladder of
             `choose_bucket`.
     """
@@ -66,18 +52,22 @@ class VisionTower(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         *,
         implementation: str = "auto",
+        frame_attention: str = "fused",
         token_buckets: Sequence[int] | None = None,
     ) -> None:
         """Build a tower with placeholder weights, zeros and ones.
 
         Raises:
-            ValueError: a dtype other than bfloat16, float16 and float32.
+            ValueError: a dtype other than bfloat16, float16 and float32, or an unknown
+                `frame_attention`; whether that can run here, `load_vision_tower` finds out.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
         if self.dtype.name not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype.name}")
+        check_known(frame_attention)
         self.implementation = implementation
+        self.frame_attention = frame_attention
         self.token_buckets = None if token_buckets is None else tuple(token_buckets)
         self.patch_embed = PatchEmbed(config, self.dtype)
         has_table = config.num_position_embeddings is not None
@@ -113,14 +103,15 @@ class VisionTower(nnx.Module):
             order.
 
         Raises:
-            ValueError: a bad grid, more tokens than the largest bucket, or `pixel_values` that
-                do not match the grid.
+            ValueError: a bad grid, more tokens than the largest bucket, `pixel_values` that do
+                not match the grid, or frames that `frame_attention` cannot take.
             TypeError: `pixel_values` are not floating-point.
             MemoryError: a pass over so many tokens does not fit in what memory is free.
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
-        run = compiled(encode, self, settings=(self.config, self.implementation))
-        outputs = run(patches, _on_device(layout))
+        settings = (self.config, self.implementation, self.frame_attention)
+        run = compiled(encode, self, settings=settings)
+        outputs = run(patches, layout_on_device(layout))
         return jax.tree.map(lambda output: first_rows(output, layout.num_merged), outputs)
 
     def prepare(
@@ -135,9 +126,12 @@ class VisionTower(nnx.Module):
             `layout.num_merged` rows of what `encode` makes of them are the embeddings.
         """
         bucket = choose_bucket(self.config, grid_thw, self.token_buckets)
-        check_memory(self.config, bucket.tokens, self.dtype.itemsize, lambda: _free_memory(self))
+        weight = self.patch_embed.proj.weight
+        check_memory(self.config, bucket.tokens, self.dtype.itemsize, lambda: free_memory(weight))
+        if self.frame_attention == "cudnn":
+            bucket = bucket_of_equal_frames(grid_thw, bucket, pad_one=True)
         layout = plan_layout(self.config, grid_thw, bucket)
-        return _pad_patches(self.config, pixel_values, layout), layout
+        return pad_patches(self.config, pixel_values, layout), layout
 
     def hidden_states(self, pixel_values: ArrayLike, grid_thw: ArrayLike) -> Iterator[jax.Array]:
         """Run block by block, to compare with another tower after each.
@@ -159,6 +153,7 @@ def load_vision_tower(
     *,
     device: jax.Device | str | None = None,
     implementation: str = "auto",
+    frame_attention: str = "fused",
     token_buckets: Sequence[int] | None = None,
     progress: bool | None = None,
 ) -> VisionTower:
@@ -171,22 +166,31 @@ def load_vision_tower(
         device: where the tower lives: a JAX device, or a platform's name such as "cuda" for its
             first device. None: JAX's default device.
         implementation: of the attention, as in `pallas_kernels`.
+        frame_attention: what attends over whole frames: "fused", our kernel, or "cudnn". That
+            takes bfloat16 and float16 on a GPU, and calls with one image, or with frames of one
+            length whose padding is a whole number of frames; each number of frames compiles.
         token_buckets: padded token counts that calls choose from. None: a ladder that pads little
             and compiles seldom, see `choose_bucket`.
         progress: show progress on standard error. None: only where that is a terminal.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used, see `read_checkpoint`.
-        ValueError: an unknown model type or dtype, or no such device.
+        ValueError: an unknown model type, dtype or `frame_attention`, no such device, or one
+            that `frame_attention` does not run on.
     """
-    target = _find_device(device)
+    target = find_device(device)
     config = VisionConfig.from_pretrained(directory)
     # Only the shapes: no parameter is allocated before its values are there.
     tower = nnx.eval_shape(
         lambda: VisionTower(
-            config, dtype, implementation=implementation, token_buckets=token_buckets
+            config,
+            dtype,
+            implementation=implementation,
+            frame_attention=frame_attention,
+            token_buckets=token_buckets,
         )
     )
+    check_provider(frame_attention, config, tower.dtype, target)
     show = sys.stderr.isatty() if progress is None else progress
     weights = tower_weights(config, read_checkpoint(config, directory, progress=show))
 
@@ -219,7 +223,8 @@ def encode(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> Embed
         With DeepStack (embeddings, features) as from a call, each with such rows.
 
     Raises:
-        ValueError: `pixel_values` have another shape than the layout asks for.
+        ValueError: `pixel_values` have another shape than the layout asks for, or the layout has
+            frames that the tower's `frame_attention` cannot take.
     """
     indexes = tower.config.deepstack_visual_indexes
     features = []
@@ -246,16 +251,7 @@ def _block_outputs(
             f"pixel_values must have the layout's padded shape {list(expected)}, "
             f"got {list(pixel_values.shape)}"
         )
-    cos, sin = rotary_angles(config, layout.positions)
-    of_implementation = functools.partial(
-        Segments, cos=cos, sin=sin, implementation=tower.implementation
-    )
-    windows = of_implementation(
-        cu_seqlens=layout.cu_window_seqlens, max_seqlen=layout.max_window_seqlen
-    )
-    frames = of_implementation(
-        cu_seqlens=layout.cu_frame_seqlens, max_seqlen=layout.max_frame_seqlen
-    )
+    windows, frames = layout_segments(config, layout, tower.implementation, tower.frame_attention)
     hidden = _embed(tower, pixel_values, layout)
     for index, block in enumerate(tower.blocks):
         segments = frames if config.sees_frames(index) else windows
@@ -270,54 +266,3 @@ def _embed(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> jax.A
         return hidden
     learned = tower.position_table(layout.positions, layout.frame_sizes)
     return (hidden + learned).astype(hidden.dtype)  # in fp32, rounded once
-
-
-def _pad_patches(
-    config: VisionConfig, pixel_values: ArrayLike, layout: Layout
-) -> np.ndarray | jax.Array:
-    """Check patches against their layout and pad them, on the host if that is where they are."""
-    if not isinstance(pixel_values, jax.Array):
-        pixel_values = np.asarray(pixel_values)
-    check_patches(config, layout, pixel_values.shape)
-    if not jnp.issubdtype(pixel_values.dtype, jnp.floating):
-        raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
-    padding = len(layout.window_order) - layout.num_tokens
-    if padding == 0:
-        return pixel_values
-    if isinstance(pixel_values, jax.Array):
-        return _pad_rows(pixel_values, padding)
-    return np.pad(pixel_values, ((0, padding), (0, 0)))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _pad_rows(array: jax.Array, rows: int) -> jax.Array:
-    return jnp.pad(array, ((0, rows), (0, 0)))
-
-
-@functools.lru_cache(maxsize=32)
-def _on_device(layout: Layout) -> Layout:
-    """A layout with its arrays on the default device; `plan_layout` returns one object per grid."""
-    with jax.ensure_compile_time_eval():  # under a caller's trace too: a tracer must not stay here
-        return jax.device_put(layout)
-
-
-def _free_memory(tower: VisionTower) -> int | None:
-    """Bytes that are free on the tower's device, where JAX knows them."""
-    weight = tower.patch_embed.proj.weight.get_raw_value()
-    if isinstance(weight, jax.core.Tracer):
-        return None
-    statistics = next(iter(weight.devices())).memory_stats() or {}
-    limit = statistics.get("bytes_limit")
-    return None if limit is None else limit - statistics["bytes_in_use"]
-
-
-def _find_device(device: jax.Device | str | None) -> jax.Device | None:
-    if not isinstance(device, str):
-        return device
-    try:
-        return jax.devices(device)[0]
-    except RuntimeError:
-        present = sorted({found.platform for found in jax.devices()})
-        raise ValueError(
-            f"device {device!r} was asked for, but JAX finds only {', '.join(present)}"
-        ) from None

@@ -15,7 +15,8 @@ from torch._dynamo.testing import CompileCounter  # noqa: E402
 
 from compare import torch_graphs  # noqa: E402
 from compare.torch_graphs import GraphCache  # noqa: E402
-from compare.torch_tower import encode, layout_tensors, load_vision_tower  # noqa: E402
+from compare.torch_inputs import layout_tensors  # noqa: E402
+from compare.torch_tower import encode, load_vision_tower  # noqa: E402
 from flax_models import plan_layout  # noqa: E402
 from tests.random_calls import random_calls, tokens_of  # noqa: E402
 from tests.tower_checkpoints import (  # noqa: E402

@@ -9,7 +9,13 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from flax import nnx  # noqa: E402
 
-from flax_models import blocks, choose_bucket, encode, load_vision_tower, plan_layout  # noqa: E402
+from flax_models import (  # noqa: E402
+    attention,
+    choose_bucket,
+    encode,
+    load_vision_tower,
+    plan_layout,
+)
 from tests.random_calls import random_calls, tokens_of  # noqa: E402
 from tests.tower_checkpoints import (  # noqa: E402
     GRIDS,
@@ -30,7 +36,7 @@ from tests.tower_contract import (  # noqa: E402
 
 class FlaxTower:
     array = staticmethod(jnp.asarray)
-    free_memory = "flax_models.tower._free_memory"
+    free_memory = "flax_models.tower.free_memory"
 
     @staticmethod
     def load(directory, dtype, **options):
@@ -69,13 +75,13 @@ def tower(config, tmp_path_factory):
 def traced_tokens(monkeypatch):
     """The number of tokens of each attention that has been traced: one for each compilation."""
     tokens = []
-    attention = blocks.fused_rope_attention_qkvpacked
+    fused = attention.fused_rope_attention_qkvpacked
 
     def counted(qkv, *arguments, **keywords):
         tokens.append(qkv.shape[0])
-        return attention(qkv, *arguments, **keywords)
+        return fused(qkv, *arguments, **keywords)
 
-    monkeypatch.setattr(blocks, "fused_rope_attention_qkvpacked", counted)
+    monkeypatch.setattr(attention, "fused_rope_attention_qkvpacked", counted)
     return tokens
 
 

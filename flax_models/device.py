@@ -1,0 +1,31 @@
+"""What the Flax tower asks of devices: where it lives, what fits."""
+
+import jax
+from flax import nnx
+
+
+def free_memory(weight: nnx.Param) -> int | None:
+    """Bytes that are free on a parameter's device; None where JAX does not know them."""
+    value = weight.get_raw_value()
+    if isinstance(value, jax.core.Tracer):
+        return None
+    statistics = next(iter(value.devices())).memory_stats() or {}
+    limit = statistics.get("bytes_limit")
+    return None if limit is None else limit - statistics["bytes_in_use"]
+
+
+def find_device(device: jax.Device | str | None) -> jax.Device | None:
+    """A device, or the first of a platform's name; None stays None, JAX's default.
+
+    Raises:
+        ValueError: JAX finds no such platform.
+    """
+    if not isinstance(device, str):
+        return device
+    try:
+        return jax.devices(device)[0]
+    except RuntimeError:
+        present = sorted({found.platform for found in jax.devices()})
+        raise ValueError(
+            f"device {device!r} was asked for, but JAX finds only {', '.join(present)}"
+        ) from None

@@ -1,0 +1,41 @@
+"""What goes into the compiled function of a tower: patches that fill a bucket, and their layout."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from flax_models.config import VisionConfig
+from flax_models.layout import Layout, check_patches
+from flax_models.rows import pad_rows
+
+# The bounds choose a kernel and so are static; whatever else varies with the images is data.
+jax.tree_util.register_dataclass(
+    Layout,
+    data_fields=(
+        *("window_order", "output_order", "positions", "frame_sizes"),
+        *("cu_window_seqlens", "cu_frame_seqlens", "num_tokens", "num_merged"),
+    ),
+    meta_fields=("max_window_seqlen", "max_frame_seqlen"),
+)
+
+
+def pad_patches(
+    config: VisionConfig, pixel_values: ArrayLike, layout: Layout
+) -> np.ndarray | jax.Array:
+    """Check patches against their layout and pad them, on the host if that is where they are."""
+    if not isinstance(pixel_values, jax.Array):
+        pixel_values = np.asarray(pixel_values)
+    check_patches(config, layout, pixel_values.shape)
+    if not jnp.issubdtype(pixel_values.dtype, jnp.floating):
+        raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
+    return pad_rows(pixel_values, len(layout.window_order))
+
+
+@functools.lru_cache(maxsize=32)
+def layout_on_device(layout: Layout) -> Layout:
+    """A layout with its arrays on the default device; `plan_layout` returns one object per grid."""
+    with jax.ensure_compile_time_eval():  # under a caller's trace too: a tracer must not stay here
+        return jax.device_put(layout)
