@@ -222,5 +222,25 @@ def _write_npz(path: Path, arrays: dict[str, np.ndarray], names: list[str]) -> N
 
 _WRITERS = {".safetensors": _write_safetensors, ".npz": _write_npz}
 
+
+def keep_compilations() -> None:
+    """Have JAX keep compiled programs in the user's cache directory, for processes to come.
+
+    To be called before JAX is imported. A directory that the user has named stays; one that cannot
+    be written to is done without.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    directory = caches / "fused-rope-attention" / "jax"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    if os.access(directory, os.W_OK):
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory)
+
+
 if __name__ == "__main__":
+    keep_compilations()
     sys.exit(main())

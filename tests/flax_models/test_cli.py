@@ -246,6 +246,7 @@ def test_help_and_errors_as_a_program(checkpoint, tmp_path):
             capture_output=True,
             text=True,
             check=False,
+            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
         )
 
     shown = program("--help")
