@@ -119,7 +119,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each after a norm and added to the residual stream."""
+    """One layer: attention and MLP, each after a norm and added to the residual stream.
+
+    Compiled by itself, a block begins and ends with the residual stream in memory. That is why it
+    ends with the norm that the next block begins with: a sum and its norm are one kernel.
+    """
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -128,9 +132,13 @@ class Block(nn.Module):
         self.norm2 = _norm(config, config.hidden_size)
         self.mlp = (GatedMLP if config.family.gated_mlp else MLP)(config)
 
-    def forward(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), segments)
-        return x + self.mlp(self.norm2(x))
+    def forward(
+        self, x: torch.Tensor, normed: torch.Tensor, segments: Segments, next_norm: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From x and norm1(x) to the layer's output y and next_norm(y)."""
+        x = x + self.attn(normed, segments)
+        x = x + self.mlp(self.norm2(x))
+        return x, next_norm(x)
 
 
 class PatchMerger(nn.Module):

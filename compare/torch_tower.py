@@ -278,9 +278,11 @@ def _block_outputs(
         )
     windows, frames = layout_segments(config, layout, tower.implementation, tower.frame_attention)
     hidden = _embed(tower, pixel_values, layout)
-    for index, block in enumerate(tower.blocks):
+    first_norm, *next_norms = (*(block.norm1 for block in tower.blocks), nn.Identity())
+    normed = first_norm(hidden)
+    for index, (block, next_norm) in enumerate(zip(tower.blocks, next_norms, strict=True)):
         segments = frames if config.sees_frames(index) else windows
-        hidden = block(hidden, segments)
+        hidden, normed = block(hidden, normed, segments, next_norm)
         yield hidden
 
 
