@@ -231,3 +231,15 @@ def test_a_wrong_tower_gets_no_time(benchmark_on_cpu, monkeypatch):
     assert record.passed is False
     assert record.relative_rms_error > 0.1
     assert record.note == "not timed: the error breaks its rule"
+
+
+def test_libraries_frames_are_timed_on_named_workloads_or_say_why_not(benchmark_on_cpu):
+    named = TowerWorkload("tower-1344", (Visual(56, 56),), CONFIG)
+    records, _ = tower_bench.bench_towers([square(56), named], towers.library_frame_towers())
+    names = {"torch, FA3 frames", "torch, cuDNN frames", "flax, cuDNN frames"}
+    found = {r.implementation: r for r in records if r.implementation != "Hugging Face SDPA"}
+    assert found.keys() == names
+    for record in found.values():
+        assert record.workload == "tower-1344"
+        if not torch.cuda.is_available():
+            assert "needs a tower on a GPU, got device 'cpu'" in record.note
