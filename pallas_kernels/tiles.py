@@ -131,9 +131,12 @@ def pair_columns(
     if rotary_dim == head_dim and first + width <= head_dim // 2:
         return pl.ds(first, width), pl.ds(first + head_dim // 2, width), None
     pair = first + jnp.arange(width, dtype=jnp.int32)
-    rotary = pair < rotary_dim // 2
-    column = jnp.where(rotary, pair, pair + rotary_dim // 2)
-    partner = column + jnp.where(rotary, rotary_dim // 2, (head_dim - rotary_dim) // 2)
+    if rotary_dim == head_dim:
+        column, partner = pair, pair + head_dim // 2
+    else:
+        rotary = pair < rotary_dim // 2
+        column = jnp.where(rotary, pair, pair + rotary_dim // 2)
+        partner = column + jnp.where(rotary, rotary_dim // 2, (head_dim - rotary_dim) // 2)
     return column, partner, pair < head_dim // 2
 
 

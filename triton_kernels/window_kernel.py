@@ -88,6 +88,8 @@ def window_kernel(
     # The barrier keeps all these loads in flight at once. Left alone the compiler moves each down
     # to where it is needed, to save registers, and a program waits for the memory five times.
     tl.debug_barrier()
+    # V before the products: loaded behind them, ptxas 12.8 gets the address of the second of two
+    # products with V wrong; a test looks for that in the machine code.
     v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK, MAIN]
     if TAIL > 0:
         v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)  # [BLOCK, TAIL]

@@ -1,0 +1,123 @@
+"""Compile Pallas kernels to machine code for an H200, where there need not be one.
+
+XLA takes a GPU that is described to it for one that is there, and dumps the PTX that it makes of a
+kernel; ptxas says what that takes of a multiprocessor. It wants JAX's CUDA plugin and a ptxas of
+CUDA 13, both of which `jax[cuda13]` brings. A program of its own, because flags for XLA have to
+stand before JAX starts:
+
+    python -m tests.pallas_kernels.compile_ahead
+"""
+
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TOKENS, HEADS = 9216, 16
+LENGTHS = {"windows": 64, "frames": TOKENS}
+HEAD_DIMS = (72, 80, 128)
+FUSE = ("qk", "none")
+
+# What NVIDIA publishes of the H200, and what its driver answers.
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 62914560
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 device_memory_size: 150000000000
+  cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def find_ptxas() -> Path | None:
+    """The assembler that came with JAX's plugin, else the one on the path, if any."""
+    nvidia = importlib.util.find_spec("nvidia")
+    for folder in nvidia.submodule_search_locations if nvidia else ():
+        for found in Path(folder).glob("cu13/bin/ptxas"):
+            return found
+    found = shutil.which("ptxas")
+    return Path(found) if found else None
+
+
+def main() -> None:
+    """Compile every variant and print a line of JSON for each kernel."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["XLA_FLAGS"] = (
+            f"--xla_dump_to={directory} --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*"
+        )
+        # The versions of CUDA's libraries can only be asked for where there is a driver.
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        for head_dim, (name, length), fuse in itertools.product(HEAD_DIMS, LENGTHS.items(), FUSE):
+            compile_call(head_dim, length, fuse)
+            for ptx in sorted(Path(directory).glob("*.ptx")):
+                kernel = re.search(r"\.entry (\w+)\(", ptx.read_text())[1]
+                record = {"calls": name, "head_dim": head_dim, "fuse": fuse, "kernel": kernel}
+                sys.stdout.write(json.dumps(record | assemble(ptx)) + "\n")
+                sys.stdout.flush()
+                ptx.unlink()
+
+
+def compile_call(head_dim: int, length: int, fuse: str) -> None:
+    """Have XLA compile a packed call for the described GPU."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+    import pallas_kernels
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    shapes = (
+        ((TOKENS, 3, HEADS, head_dim), jnp.bfloat16),
+        ((TOKENS, head_dim // 2), jnp.float32),
+        ((TOKENS, head_dim // 2), jnp.float32),
+        ((TOKENS // length + 1,), jnp.int32),
+    )
+    arguments = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes]
+    attend = functools.partial(
+        pallas_kernels.fused_rope_attention_qkvpacked,
+        max_seqlen=length,
+        fuse=fuse,
+        implementation="triton",
+    )
+    described = AbstractMesh(
+        (1,),
+        ("x",),
+        axis_types=(AxisType.Auto,),
+        abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"),
+    )
+    with jax.sharding.use_abstract_mesh(described):
+        lowered = jax.jit(attend).lower(*arguments)
+    lowered.compile()
+
+
+def assemble(ptx: Path) -> dict[str, int]:
+    """Registers a thread, bytes that it spills."""
+    command = [find_ptxas(), "-arch", "sm_90a", "-v", ptx, "-o", os.devnull]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", said)[1]),
+        "spilled": int(spilled[1]) + int(spilled[2]),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What XLA makes of the Pallas kernels for an H200, where what compiles them is installed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pallas_kernels.compile_ahead import FUSE, HEAD_DIMS, LENGTHS, find_ptxas
+
+ROOT = Path(__file__).parents[2]
+BY_DEFAULT = {"windows": "qk", "frames": "none"}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    plugin = importlib.util.find_spec("jax_plugins")
+    if plugin is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        pytest.skip("JAX's plugin for CUDA 13 is not installed")
+    if find_ptxas() is None:
+        pytest.skip("there is no ptxas")
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.pallas_kernels.compile_ahead"],
+        capture_output=True, text=True, cwd=ROOT, env=os.environ,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+def test_every_call_is_compiled(compiled):
+    calls = {(r["calls"], r["head_dim"], r["fuse"]) for r in compiled}
+    assert calls == {(name, d, fuse) for name in LENGTHS for d in HEAD_DIMS for fuse in FUSE}
+
+
+def test_what_calls_take_by_default_does_not_spill(compiled):
+    default = [r for r in compiled if r["fuse"] == BY_DEFAULT[r["calls"]]]
+    assert [r for r in default if r["spilled"]] == []
+
+
+def test_four_window_programs_share_a_multiprocessor(compiled):
+    """Pallas has no bound on registers: this notices what the kernel's text does to them."""
+    windows = [r for r in compiled if r["kernel"] == "window_kernel" and r["head_dim"] <= 80]
+    assert windows
+    assert [r for r in windows if r["registers"] > 128] == []
