@@ -31,7 +31,7 @@ compare: setup
 	$(BIN)/python -m compare
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 # On a machine with a GPU and the CUDA toolkit: accesses, races and uninitialised reads.
 sanitize: setup
