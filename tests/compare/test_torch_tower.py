@@ -308,6 +308,8 @@ def test_compiled_blocks_give_the_same_embeddings(config, tower, directory, cuda
 
 
 @pytest.mark.gpu
+# PyTorch says so whenever the mode is first set.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_replay_does_not_wait_for_the_gpu(config, directory):
     tower = load_vision_tower(directory, torch.float32, compile=False)
     grid = GRIDS["mix"]
