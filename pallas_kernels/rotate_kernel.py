@@ -12,10 +12,9 @@ from pallas_kernels.tiles import (
     Ref,
     Rows,
     Scalar,
-    interleave,
     load_angles,
-    load_pairs,
-    rotate_pairs,
+    load_rotary,
+    rotary_tile,
     store_columns,
 )
 
@@ -45,9 +44,8 @@ def rotate_kernel(
 
             def rotate_head(i: Scalar, _: None, part: int = part, out_part: int = out_part) -> None:
                 x = Head(x_ref, part, first_head + i)
-                pairs = load_pairs(x, rows, first_column, width, head_dim, rotary_dim)
-                y1, y2 = rotate_pairs(pairs, cos, sin)
-                y = interleave(y1.astype(out_ref.dtype), y2.astype(out_ref.dtype))
+                pairs = load_rotary(x, rows, first_column, width, head_dim, rotary_dim, True)
+                y = rotary_tile(pairs, cos, sin, True)
                 out = Head(out_ref, out_part, first_head + i)
                 store_columns(out, rows, y, first_column, width, head_dim)
 

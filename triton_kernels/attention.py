@@ -138,21 +138,7 @@ def attend(
     # Triton launches on the current device, which need not be the tensors'.
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            return _rotate_and_attend(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse)
-    return _rotate_and_attend(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse)
-
-
-def _rotate_and_attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    fuse: str,
-) -> torch.Tensor:
+            return attend(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse, kernel)
     if fuse == "none":
         q, k = _rotate_both(q, k, cos, sin)
     elif fuse == "q":

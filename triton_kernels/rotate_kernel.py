@@ -61,7 +61,6 @@ def rotate_kernel(
     out_ptr += first * out_stride
     cos_ptr += first * angle_stride
     sin_ptr += first * angle_stride
-
     x_ptr += first_head * x_head_stride
     out_ptr += first_head * out_head_stride
     if PAIRED:
@@ -132,14 +131,14 @@ def rotate_in_order(
             cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
         )
     for _ in range(0, group):
-        x = load_columns(x_ptr, x_stride, rows, mask, 0, MAIN, HEAD_DIM).to(tl.float32)
+        x = load_columns(x_ptr, x_stride, rows, mask, 0, MAIN, HEAD_DIM)
         other = load_partners(x_ptr, x_stride, rows, mask, 0, MAIN, ROTARY_DIM)
         if TAIL > 0:
             x_tail = load_columns(x_ptr, x_stride, rows, mask, MAIN, TAIL, HEAD_DIM)
             other_tail = load_partners(x_ptr, x_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
         # All of a row is read before any of it is overwritten.
         tl.debug_barrier()
-        y = cast(x * cos + other * sin, dtype)
+        y = cast(x.to(tl.float32) * cos + other * sin, dtype)
         store_columns(out_ptr, out_stride, rows, mask, y, 0, MAIN, HEAD_DIM)
         if TAIL > 0:
             y = cast(x_tail.to(tl.float32) * cos_tail + other_tail * sin_tail, dtype)
@@ -150,7 +149,7 @@ def rotate_in_order(
 
 @triton.jit
 def partners(FIRST: tl.constexpr, WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr):
-    """Of columns FIRST .. FIRST + WIDTH: the other of the pair, and the place of their angle."""
+    """Columns FIRST .. FIRST + WIDTH, the other of each one's pair, and the place of its angle."""
     column = FIRST + tl.arange(0, WIDTH)
     first = column < ROTARY_DIM // 2
     angle = tl.where(first, column, column - ROTARY_DIM // 2)

@@ -194,6 +194,7 @@ def compile_variant(variant: Variant) -> list[dict]:
                 "kernel": kernel.__name__,
                 "shared": compiled.metadata.shared,
                 "registers": registers,
+                "maxnreg": options.get("maxnreg"),
                 "stack": stack,
                 "loop_spills": loop_spills(sass),
                 "descriptors": len(descriptors),
