@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.checks import check_arguments
+from pallas_kernels.compile import compiler_params
 from pallas_kernels.launch import auto_fuse, find_launch, head_split, window_limit
 from pallas_kernels.launch_table import Launch
 from pallas_kernels.reference import rope_attention_reference
@@ -271,9 +271,7 @@ def _call(
         kernel,
         grid=(programs,),
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
-        compiler_params=plgpu.CompilerParams(
-            num_warps=launch.num_warps, num_stages=launch.num_stages
-        ),
+        compiler_params=compiler_params(launch.num_warps, launch.num_stages, launch.maxnreg),
         interpret=interpret,
         name=kernel.func.__name__,
     )

@@ -11,10 +11,10 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.compile import compiler, local_gpu
 from pallas_kernels.launch_table import Gpu, Launch, Shape, Table, next_power_of_2
 
 TABLE_FILE = Path(__file__).with_name("launches.json")
@@ -59,14 +59,16 @@ def find_launch(kernel: str, dtype: DTypeLike, head_dim: int, max_seqlen: int) -
     return _table.get().find(gpu(), shape)
 
 
-@functools.cache
 def gpu() -> Gpu | None:
-    """The first GPU here; None where there is none, though one may be lowered for."""
-    try:
-        first, *_ = jax.local_devices(backend="gpu")
-    except RuntimeError:
+    """The first GPU here, as the table names it; None where there is none.
+
+    What is fastest depends on who compiles: a GPU whose kernels XLA compiles has another name.
+    """
+    first = local_gpu()
+    if first is None:
         return None
-    return Gpu(first.device_kind, first.compute_capability)
+    suffix = " by XLA" if compiler() == "xla" else ""
+    return Gpu(first.device_kind + suffix, first.compute_capability + suffix)
 
 
 @contextlib.contextmanager

@@ -66,16 +66,18 @@ def window_kernel(
         cos_tail, sin_tail = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
         q_tail = load_rotary(q_head, rows, main, tail, head_dim, rotary_dim, rotate_q)
         k_tail = load_rotary(k_head, rows, main, tail, head_dim, rotary_dim, rotate_k)
-    # No barrier here, unlike in the Triton twin: more loads in flight need an L1 cache to land in,
-    # and XLA, which has all kernels prefer shared memory, leaves it no more than 23 KB.
-    # V before the products: as in the Triton twin, where a compiler's fault asks for it.
+    # That all these loads are in flight at once, V's too, takes the launch table's bound on
+    # registers: free to choose, the compiler moves loads down to where they are needed, to save
+    # registers, and a program waits for the memory five times.
+    # V before the products: loaded behind them, ptxas 12.8 gets the address of the second of two
+    # products with V wrong; a test looks for that in the machine code.
     v = load_columns(v_head, rows, 0, main, head_dim)  # [block, main]
     if tail > 0:
         v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block, tail]
 
     # Q and K are rotated outside the branch that multiplies them. Within one block of code the
     # compiler moves the layout of the product's operand up to the loads and converts q, cos and
-    # sin through shared memory one by one: in the Triton twin 130 registers a thread, not 86.
+    # sin through shared memory one by one: 130 registers a thread in place of 86.
     q = rotary_tile(q, cos, sin, rotate_q)  # [block, main]
     k = rotary_tile(k, cos, sin, rotate_k)  # [block, main]
     if tail > 0:

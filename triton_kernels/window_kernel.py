@@ -85,9 +85,9 @@ def window_kernel(
         k_tail = load_rotary(
             k_ptr, k_stride, rows, mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
         )
-    # The barrier keeps all these loads in flight at once. Left alone the compiler moves each down
-    # to where it is needed, to save registers, and a program waits for the memory five times.
-    tl.debug_barrier()
+    # That all these loads are in flight at once, V's too, takes the launch table's bound on
+    # registers: free to choose, the compiler moves loads down to where they are needed, to save
+    # registers, and a program waits for the memory five times.
     # V before the products: loaded behind them, ptxas 12.8 gets the address of the second of two
     # products with V wrong; a test looks for that in the machine code.
     v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK, MAIN]

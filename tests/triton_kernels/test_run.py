@@ -13,11 +13,14 @@ X = torch.zeros(4, dtype=torch.bfloat16)
 class Binary:
     """Notes what it is launched with."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, calls):
         self.calls = calls
 
-    def __getitem__(self, grid):
-        return lambda *arguments: self.calls.append(("binary", grid, arguments))
+    def run(self, *arguments):
+        self.calls.append(("binary", arguments[:3], arguments[9:]))
+        assert arguments[3:9] == ("stream", "function", "metadata", None, None, None)
 
 
 class Kernel:
@@ -34,10 +37,20 @@ class Kernel:
         return launch
 
 
+class Driver:
+    """Stands in for Triton's driver, which wants a GPU."""
+
+    class active:  # noqa: N801
+        """The driver in use."""
+
+        get_current_stream = staticmethod(lambda device: "stream")
+
+
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(run_module, "CompiledKernel", Binary)
     monkeypatch.setattr(run_module, "_compiled", {})
+    monkeypatch.setattr(run_module, "driver", Driver)
     return Kernel()
 
 
