@@ -19,6 +19,7 @@ _INK, _SOFT_INK, _PEER = "#1f2937", "#6b7280", "#cbd5e1"
 _COLOURS = {
     "triton": "#0f766e",
     "pallas": "#2563eb",
+    "pallas by XLA": "#93b4f5",
     "torch": "#0f766e",
     "flax": "#2563eb",
     "accelerated": "#0f766e",

@@ -42,6 +42,11 @@ def pallas(fuse: str = "auto") -> KernelImplementation:
     return KernelImplementation("pallas", "jax", partial(_prepare_pallas, fuse=fuse), ours=True)
 
 
+def pallas_by_xla() -> KernelImplementation:
+    """The Pallas kernel as XLA compiles it, which it does where Triton is not installed."""
+    return KernelImplementation("pallas by XLA", "jax", _prepare_pallas_by_xla, ours=True)
+
+
 def require_jax_gpu() -> None:
     """Make sure that JAX runs where PyTorch does.
 
@@ -67,7 +72,7 @@ def _prepare_triton(workload: KernelWorkload, fuse: str) -> KernelCall:
     )
 
 
-def _prepare_pallas(workload: KernelWorkload, fuse: str) -> KernelCall:
+def _prepare_pallas(workload: KernelWorkload, fuse: str = "auto") -> KernelCall:
     import jax
 
     from pallas_kernels import fused_rope_attention_qkvpacked
@@ -81,3 +86,19 @@ def _prepare_pallas(workload: KernelWorkload, fuse: str) -> KernelCall:
             implementation="triton",
         )
     )
+
+
+def _prepare_pallas_by_xla(workload: KernelWorkload) -> KernelCall:
+    import jax
+
+    from pallas_kernels.compile import compiler, compiling_by
+
+    if compiler() == "xla":
+        raise UnavailableError("XLA compiles every Pallas kernel here")
+    attend = _prepare_pallas(workload)
+
+    def traced(*arguments: Any) -> Any:
+        with compiling_by("xla"):
+            return attend(*arguments)
+
+    return jax.jit(traced)

@@ -20,7 +20,8 @@ def all_implementations() -> list[KernelImplementation]:
     """Ours and every peer; those that cannot run here are reported with the reason."""
     from compare.peers_torch import torch_peers
 
-    found = [implementations.triton(), implementations.pallas(), *torch_peers()]
+    ours = [implementations.triton(), implementations.pallas(), implementations.pallas_by_xla()]
+    found = [*ours, *torch_peers()]
     try:
         from compare.peers_jax import jax_peers
     except ImportError as error:

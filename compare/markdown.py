@@ -9,7 +9,7 @@ from compare.tower_workloads import TOWERS
 from compare.workloads import FRAMES_MIX, FRAMES_MIX_PARTS
 
 KERNELS = ("triton", "pallas")
-OURS = (*KERNELS, "torch", "flax", "accelerated", "accelerated, compiled")
+OURS = (*KERNELS, "pallas by XLA", "torch", "flax", "accelerated", "accelerated, compiled")
 # Whole frames are held against these one by one.
 _FRAME_PEERS = tuple(f"in-place rope + {x}" for x in ("cuDNN SDPA", "FA2 varlen", "FA3 varlen"))
 # Whom a peer's time is set against: ours of the same framework.

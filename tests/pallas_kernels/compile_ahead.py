@@ -1,4 +1,4 @@
-"""Compile Pallas kernels to machine code for an H200, where there need not be one.
+"""Have XLA compile Pallas kernels to machine code for an H200, where there need not be one.
 
 XLA takes a GPU that is described to it for one that is there, and dumps the PTX that it makes of a
 kernel; ptxas says what that takes of a multiprocessor. It wants JAX's CUDA plugin and a ptxas of
@@ -80,6 +80,7 @@ def compile_call(head_dim: int, length: int, fuse: str) -> None:
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
     import pallas_kernels
+    from pallas_kernels.compile import compiling_by
 
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("x",))
@@ -103,7 +104,7 @@ def compile_call(head_dim: int, length: int, fuse: str) -> None:
         axis_types=(AxisType.Auto,),
         abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"),
     )
-    with jax.sharding.use_abstract_mesh(described):
+    with jax.sharding.use_abstract_mesh(described), compiling_by("xla"):
         lowered = jax.jit(attend).lower(*arguments)
     lowered.compile()
 

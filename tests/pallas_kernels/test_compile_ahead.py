@@ -41,7 +41,7 @@ def test_what_calls_take_by_default_does_not_spill(compiled):
 
 
 def test_four_window_programs_share_a_multiprocessor(compiled):
-    """Pallas has no bound on registers: this notices what the kernel's text does to them."""
+    """XLA knows no bound on registers: this notices what the kernel's text does to them."""
     windows = [r for r in compiled if r["kernel"] == "window_kernel" and r["head_dim"] <= 80]
     assert windows
     assert [r for r in windows if r["registers"] > 128] == []

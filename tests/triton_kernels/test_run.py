@@ -40,7 +40,7 @@ class Kernel:
 class Driver:
     """Stands in for Triton's driver, which wants a GPU."""
 
-    class active:  # noqa: N801
+    class active:
         """The driver in use."""
 
         get_current_stream = staticmethod(lambda device: "stream")

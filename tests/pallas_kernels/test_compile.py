@@ -1,0 +1,132 @@
+"""Pallas kernels compiled by the Triton package, on any machine, and handed to jaxlib's launcher.
+
+What launches them is in JAX's CUDA plugin, for which a stand-in notes what it is given.
+"""
+
+import importlib.util
+import re
+import types
+
+import pytest
+
+from pallas_kernels import compile as compile_module
+from pallas_kernels import launch
+from pallas_kernels.compile import compiler, compiling_by
+from pallas_kernels.launch_table import Gpu
+from tests.kernel_contract import STREAM
+from tests.pallas_kernels.test_lowering import HEADS, SEGMENTS, TOKENS, lower
+from tests.triton_kernels.compile_ahead import inspect_machine_code
+from tests.triton_kernels.loop_spills import loop_spills
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+POINTERS = {"window_kernel": 7, "stream_kernel": 7, "rotate_kernel": 4}
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """The kernels that jaxlib's launcher got, compiled with an H200's launches."""
+
+    class Launcher(types.SimpleNamespace):
+        kernels, calls, binaries = [], [], []
+
+        def TritonKernel(self, *arguments):
+            self.kernels.append(arguments)
+            return arguments
+
+        def TritonKernelCall(self, *arguments):
+            self.calls.append(arguments)
+            return types.SimpleNamespace(to_proto=lambda name, metadata: name.encode())
+
+        def create_array_parameter(self, zeroed, alignment):
+            return zeroed, alignment
+
+    found = Launcher()
+    compile_ir = compile_module.compile_ir
+
+    def noting(*arguments):
+        compiled = compile_ir(*arguments)
+        found.binaries.append(compiled.asm["cubin"])
+        return compiled
+
+    monkeypatch.setattr(compile_module, "gpu_triton", found)
+    monkeypatch.setattr(compile_module, "compile_ir", noting)
+    monkeypatch.setattr(launch, "gpu", lambda: Gpu("NVIDIA H200", "9.0"))
+    with compiling_by("triton"):
+        yield found
+
+
+def test_what_is_launched(launcher):
+    module = lower(max_seqlen=64)
+    assert module.count("@triton_kernel_call_ffi") == 1
+    assert "xla.gpu.triton" not in module
+    [(name, warps, ctas, shared, ptx, _, capability)] = launcher.kernels
+    assert (name, warps, ctas, capability) == ("window_kernel", 4, 1, 90)
+    assert 0 < shared <= 48 * 1024  # more, and jaxlib too would have the driver take L1 away
+    assert ".maxnreg 128" in ptx
+    [(_, *grid, parameters)] = launcher.calls
+    assert grid == [SEGMENTS * HEADS, 1, 1]
+    assert parameters == [(0, 16)] * POINTERS[name]
+
+
+@pytest.mark.parametrize("head_dim", [72, 80])
+@pytest.mark.parametrize(("max_seqlen", "fuse"), [(64, "qk"), (STREAM, "none")])
+def test_pointers_registers_and_spills(launcher, head_dim, max_seqlen, fuse):
+    lower(head_dim, max_seqlen=max_seqlen, fuse=fuse)
+    assert len(launcher.kernels) == (1 if fuse == "qk" else 2)
+    for (name, warps, _, _, ptx, _, _), binary in zip(
+        launcher.kernels, launcher.binaries, strict=True
+    ):
+        # jaxlib adds two for Triton's scratch memory.
+        entry = re.search(r"\.entry \w+\((.*?)\)", ptx, re.DOTALL)[1]
+        assert entry.count(".param") == POINTERS[name] + 2
+        registers, stack, code = inspect_machine_code(binary)
+        assert registers * warps * 32 * (2 if name == "stream_kernel" else 4) <= 65536
+        # What a bound on registers sets aside waits in memory while a loop runs without it.
+        assert stack <= (96 if name == "stream_kernel" else 0)
+        assert loop_spills(code) == 0
+
+
+def test_ir_that_triton_refuses_is_left_to_xla(launcher, monkeypatch):
+    def refuse(*_):
+        raise ValueError("unknown operation")
+
+    monkeypatch.setattr(compile_module, "compile_ir", refuse)
+    with pytest.warns(UserWarning, match="which XLA compiles instead: unknown operation"):
+        module = lower(max_seqlen=64)
+    assert module.count("__gpu$xla.gpu.triton") == 1
+    assert launcher.kernels == []
+
+
+def test_xla_may_be_asked_for(launcher):
+    with compiling_by("xla"):
+        module = lower(max_seqlen=64)
+    assert module.count("__gpu$xla.gpu.triton") == 1
+    assert launcher.kernels == []
+
+
+def test_the_default_needs_triton_and_a_launcher(monkeypatch):
+    def default(launcher, triton):
+        compile_module._default_compiler.cache_clear()
+        monkeypatch.setattr(compile_module, "gpu_triton", types.SimpleNamespace(**launcher))
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: triton)
+        return compiler()
+
+    assert default({}, "a spec") == "xla"
+    assert default({"TritonKernelCall": object}, None) == "xla"
+    assert default({"TritonKernelCall": object}, "a spec") == "triton"
+    compile_module._default_compiler.cache_clear()
+
+
+def test_a_compiler_that_is_none():
+    with (
+        pytest.raises(ValueError, match=r"must be one of .*, got 'ptxas'"),
+        compiling_by("ptxas"),
+    ):
+        pass
+
+
+def test_tokens_are_whole_windows():
+    """The grid that is expected above."""
+    assert TOKENS == SEGMENTS * 64
