@@ -87,7 +87,7 @@ def _rotate(
 
 def in_place_rotation() -> Rotation:
     """Our rotation kernel on packed qkv, in place."""
-    from triton_kernels.attention import launch_rotate
+    from triton_kernels.attention import rotate_in_order
 
     def rotate(
         qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -95,7 +95,7 @@ def in_place_rotation() -> Rotation:
         tokens, _, heads, head_dim = qkv.shape
         # To a rotation Q and K of packed qkv are one tensor of twice as many heads.
         qk = qkv.view(tokens, 3 * heads, head_dim)[:, : 2 * heads]
-        launch_rotate(qk, qk, cos, sin, paired=False)
+        rotate_in_order(qk, qk, cos, sin)
         return qkv[:, 0], qkv[:, 1]
 
     return rotate

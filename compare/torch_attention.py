@@ -14,7 +14,7 @@ from compare.peers_torch import VarlenAttention, load_varlen
 from flax_models import Layout, VisionConfig
 from flax_models.layout import inverse_frequencies
 from triton_kernels import fused_rope_attention_qkvpacked
-from triton_kernels.attention import launch_rotate
+from triton_kernels.attention import rotate_in_order
 from triton_kernels.reference import rotate_reference
 
 FRAME_ATTENTION = ("fused", "cudnn", "fa2", "fa3")
@@ -99,7 +99,7 @@ def _rotate_by_kernel(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
     """`rotate_reference` in one pass over memory."""
     rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        launch_rotate(x, rotated, cos, sin, paired=False)
+        rotate_in_order(x, rotated, cos, sin)
     return rotated
 
 

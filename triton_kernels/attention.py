@@ -1,19 +1,23 @@
 """The public functions: check arguments, choose the kernel and how much to fuse, launch."""
 
 import functools
+import math
 
 import torch
 import triton
 
 from triton_kernels.checks import check_arguments
 from triton_kernels.launch import auto_fuse, find_launch, head_split, window_limit
+from triton_kernels.launch_table import Launch
 from triton_kernels.reference import rope_attention_reference
-from triton_kernels.rotate_kernel import rotate_kernel
+from triton_kernels.rotate_kernel import rotate_in_order_kernel, rotate_kernel
 from triton_kernels.run import run
 from triton_kernels.stream_kernel import stream_kernel
 from triton_kernels.window_kernel import window_kernel
 
 LOG2_E = 1.4426950408889634
+# Vectors of a program that rotates in order; all shapes are alike to it.
+IN_ORDER = Launch(block=256, block_k=1, num_warps=4, num_stages=1)
 INTERPRETED = triton.knobs.runtime.interpret
 
 
@@ -217,16 +221,8 @@ def _rotate_both(
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [tokens, heads, head_dim] rotated, in the paired order that the attention kernels read."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch_rotate(x, out, cos, sin, paired=True)
-    return out
-
-
-def launch_rotate(
-    x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, paired: bool
-) -> None:
-    """Rotate x into out, both [tokens, heads, head_dim]; without `paired`, out may be x itself."""
     tokens, heads, head_dim = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     aligned, strides = _strides((x, out), (cos, sin))
     launch, split = find_launch("rotate", x, 1, aligned), head_split(head_dim)
     programs = triton.cdiv(tokens, launch.block) * triton.cdiv(heads, launch.block_k)
@@ -234,7 +230,26 @@ def launch_rotate(
         rotate_kernel, programs, launch, aligned,
         (x, out, cos, sin, tokens, heads, *strides),
         (
-            head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, paired,
+            head_dim, 2 * cos.shape[1], split.main, split.tail, aligned,
             launch.block, launch.block_k,
         ),
+    )  # fmt: skip
+    return out
+
+
+def rotate_in_order(
+    x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
+    """Rotate x [tokens, heads, head_dim] into out, which may be x itself; columns keep their order.
+
+    Dims behind the rotary ones are left as they are in out.
+    """
+    tokens, heads, _ = x.shape
+    half = cos.shape[1]
+    vector = math.gcd(half, 16 // x.element_size())
+    aligned, strides = _strides((x, out), (cos, sin))
+    programs = triton.cdiv(tokens * heads * (half // vector), IN_ORDER.block)
+    run(
+        rotate_in_order_kernel, programs, IN_ORDER, aligned,
+        (x, out, cos, sin, tokens, heads, *strides), (half, vector, aligned, IN_ORDER.block),
     )  # fmt: skip

@@ -9,9 +9,7 @@ import triton.language as tl
 from triton_kernels.tiles import (
     cast,
     load_angles,
-    load_columns,
     load_rotary,
-    offsets,
     rotary_tile,
     store_columns,
 )
@@ -26,7 +24,7 @@ NUMBERS = (
 
 @triton.jit(do_not_specialize=NUMBERS)
 def rotate_kernel(
-    # tensors; out may be x itself where PAIRED is False
+    # tensors
     x_ptr, out_ptr, cos_ptr, sin_ptr,
     # sizes
     tokens, heads,
@@ -39,12 +37,13 @@ def rotate_kernel(
     MAIN: tl.constexpr, TAIL: tl.constexpr,
     # strides of x and out come in units of 8 elements and the angles' of 4; else of 1
     ALIGNED: tl.constexpr,
-    # True: write the paired order that the attention kernels read; False: the order of x
-    PAIRED: tl.constexpr,
     # rows of a tile, heads of a program
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One program for each (token block, group of heads)."""
+    """Rotate into the paired order that the attention kernels read.
+
+    One program for each (token block, group of heads).
+    """
     # Written out, the factors tell the compiler that it may load 16 bytes at a time.
     UNIT: tl.constexpr = 8 if ALIGNED else 1
     x_stride, out_stride = x_stride * UNIT, out_stride * UNIT
@@ -63,25 +62,6 @@ def rotate_kernel(
     sin_ptr += first * angle_stride
     x_ptr += first_head * x_head_stride
     out_ptr += first_head * out_head_stride
-    if PAIRED:
-        rotate_paired(
-            x_ptr, x_stride, x_head_stride, out_ptr, out_stride, out_head_stride,
-            cos_ptr, sin_ptr, angle_stride, group, rows, mask, HEAD_DIM, ROTARY_DIM, MAIN, TAIL,
-        )  # fmt: skip
-    else:
-        rotate_in_order(
-            x_ptr, x_stride, x_head_stride, out_ptr, out_stride, out_head_stride,
-            cos_ptr, sin_ptr, angle_stride, group, rows, mask, HEAD_DIM, ROTARY_DIM, MAIN, TAIL,
-        )  # fmt: skip
-
-
-@triton.jit
-def rotate_paired(
-    x_ptr, x_stride, x_head_stride, out_ptr, out_stride, out_head_stride,
-    cos_ptr, sin_ptr, angle_stride, group, rows, mask,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-):  # fmt: skip
-    """Rotate some rows of a group of heads into the order that the attention kernels read."""
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
     x_head, out_head = x_ptr, out_ptr
     for _ in range(0, group):
@@ -113,64 +93,53 @@ def rotate_tile(x_ptr, x_stride, out_ptr, out_stride, rows, mask, cos, sin,
     store_columns(out_ptr, out_stride, rows, mask, y, FIRST, WIDTH, HEAD_DIM)
 
 
-@triton.jit
-def rotate_in_order(
-    x_ptr, x_stride, x_head_stride, out_ptr, out_stride, out_head_stride,
-    cos_ptr, sin_ptr, angle_stride, group, rows, mask,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+@triton.jit(do_not_specialize=NUMBERS)
+def rotate_in_order_kernel(
+    # tensors; out may be x itself
+    x_ptr, out_ptr, cos_ptr, sin_ptr,
+    # sizes
+    tokens, heads,
+    # strides, see ALIGNED; the last axis is contiguous
+    x_stride, x_head_stride,
+    out_stride, out_head_stride,
+    angle_stride,
+    # pairs of a head, and of a vector, which divides them
+    HALF: tl.constexpr, VECTOR: tl.constexpr,
+    # strides of x and out come in units of 8 elements and the angles' of 4; else of 1
+    ALIGNED: tl.constexpr,
+    # vectors of a program
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some rows of a group of heads and keep their order; out may be x itself.
+    """Rotate and keep the columns' order; those behind the rotary dims are left alone.
 
-    Each column is read twice, for itself and for the other of its pair, so that whole rows are
-    written: halves of 80 bytes would leave sectors of 32 bytes half written.
+    All vectors of pairs in a row, heads fastest, cut into programs: no lane is idle whatever
+    head_dim is. A pair is read and written by one thread, so out may be x.
     """
+    UNIT: tl.constexpr = 8 if ALIGNED else 1
+    x_stride, out_stride = x_stride * UNIT, out_stride * UNIT
+    x_head_stride = x_head_stride.to(tl.int64) * UNIT
+    out_head_stride = out_head_stride.to(tl.int64) * UNIT
+    angle_stride = angle_stride * (4 if ALIGNED else 1)
+    # The program's first row (a token's head) and its token by 64 bits, what counts from there 32.
+    VECTORS: tl.constexpr = HALF // VECTOR
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    first_row = first // VECTORS
+    first_token = first_row // heads
+    vector = (first % VECTORS).to(tl.int32) + tl.arange(0, BLOCK)
+    row = (first_row % heads).to(tl.int32) + vector // VECTORS
+    token, head = row // heads, row % heads
+    columns = (vector % VECTORS * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :]
+    mask = (token < tokens - first_token)[:, None]
+    x_ptr += first_token * x_stride + (head * x_head_stride)[:, None]
+    out_ptr += first_token * out_stride + (head * out_head_stride)[:, None]
+
+    angles = first_token * angle_stride + (token * angle_stride)[:, None] + columns
+    cos = tl.load(cos_ptr + angles, mask=mask)
+    sin = tl.load(sin_ptr + angles, mask=mask)
+    x_ptr += (token * x_stride)[:, None].to(tl.uint32) + columns
+    x1 = tl.load(x_ptr, mask=mask).to(tl.float32)
+    x2 = tl.load(x_ptr + HALF, mask=mask).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
-    cos, sin = load_turns(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
-    if TAIL > 0:
-        cos_tail, sin_tail = load_turns(
-            cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
-        )
-    for _ in range(0, group):
-        x = load_columns(x_ptr, x_stride, rows, mask, 0, MAIN, HEAD_DIM)
-        other = load_partners(x_ptr, x_stride, rows, mask, 0, MAIN, ROTARY_DIM)
-        if TAIL > 0:
-            x_tail = load_columns(x_ptr, x_stride, rows, mask, MAIN, TAIL, HEAD_DIM)
-            other_tail = load_partners(x_ptr, x_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
-        # All of a row is read before any of it is overwritten.
-        tl.debug_barrier()
-        y = cast(x.to(tl.float32) * cos + other * sin, dtype)
-        store_columns(out_ptr, out_stride, rows, mask, y, 0, MAIN, HEAD_DIM)
-        if TAIL > 0:
-            y = cast(x_tail.to(tl.float32) * cos_tail + other_tail * sin_tail, dtype)
-            store_columns(out_ptr, out_stride, rows, mask, y, MAIN, TAIL, HEAD_DIM)
-        x_ptr += x_head_stride
-        out_ptr += out_head_stride
-
-
-@triton.jit
-def partners(FIRST: tl.constexpr, WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr):
-    """Columns FIRST .. FIRST + WIDTH, the other of each one's pair, and the place of its angle."""
-    column = FIRST + tl.arange(0, WIDTH)
-    first = column < ROTARY_DIM // 2
-    angle = tl.where(first, column, column - ROTARY_DIM // 2)
-    return column, tl.where(first, column + ROTARY_DIM // 2, angle), angle
-
-
-@triton.jit
-def load_partners(x_ptr, stride, rows, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-                  ROTARY_DIM: tl.constexpr):  # fmt: skip
-    """For each column the other of its pair in fp32; zero behind the rotary dims."""
-    column, partner, _ = partners(FIRST, WIDTH, ROTARY_DIM)
-    mask = mask[:, None] & (column < ROTARY_DIM)[None, :]
-    return tl.load(x_ptr + offsets(rows, stride, partner), mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def load_turns(cos_ptr, sin_ptr, stride, rows, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-               ROTARY_DIM: tl.constexpr):  # fmt: skip
-    """For each column its cos, and its sin with the sign that the other of its pair takes."""
-    column, _, angle = partners(FIRST, WIDTH, ROTARY_DIM)
-    mask = mask[:, None] & (column < ROTARY_DIM)[None, :]
-    cos = tl.load(cos_ptr + offsets(rows, stride, angle), mask=mask, other=1.0)
-    sin = tl.load(sin_ptr + offsets(rows, stride, angle), mask=mask, other=0.0)
-    return cos, tl.where((column < ROTARY_DIM // 2)[None, :], -sin, sin)
+    out_ptr += (token * out_stride)[:, None].to(tl.uint32) + columns
+    tl.store(out_ptr, cast(x1 * cos - x2 * sin, dtype), mask=mask)
+    tl.store(out_ptr + HALF, cast(x2 * cos + x1 * sin, dtype), mask=mask)
