@@ -1,8 +1,7 @@
 """The layers of the vision towers in Flax NNX; what differs between families is `config.family`'s.
 
-Every layer takes and returns [tokens, channels] in the tower's dtype; sums and activations within
-it are fp32. Parameters have the names of `tower_weights` and placeholder values until they are
-loaded.
+Every layer takes and returns [tokens, channels] in the tower's dtype; sums within it are fp32.
+Parameters have the names of `tower_weights` and placeholder values until they are loaded.
 """
 
 from functools import partial
@@ -136,8 +135,14 @@ class GatedMLP(nnx.Module):
         return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
 
 
+def _quick_gelu(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.nn.sigmoid(1.702 * wide)).astype(x.dtype)
+
+
 _ACTIVATIONS = {
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "quick_gelu": _quick_gelu,
+    # In x's own dtype, as XLA has to find it to hand it to cuBLAS with the product and the bias.
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
@@ -152,8 +157,7 @@ class MLP(nnx.Module):
         self.down = Linear(width, config.hidden_size, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        activate = _ACTIVATIONS[self.activation]
-        return self.down(activate(self.up(x).astype(jnp.float32)).astype(x.dtype))
+        return self.down(_ACTIVATIONS[self.activation](self.up(x)))
 
 
 class Block(nnx.Module):

@@ -6,11 +6,18 @@ To flatten a module of hundreds of parameters takes JAX a millisecond, as long a
 import functools
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.extend.core import get_opaque_trace_state
+
+# Matrix products by cuBLAS alone, which adds the bias and the residual stream in fp32 and rounds
+# once. Where Triton is a choice, XLA first sets apart what Triton takes, a product with its bias,
+# and leaves the sum with the stream to other kernels.
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 _programs: weakref.WeakKeyDictionary[nnx.Module, "_Program"] = weakref.WeakKeyDictionary()
 
@@ -18,7 +25,7 @@ _programs: weakref.WeakKeyDictionary[nnx.Module, "_Program"] = weakref.WeakKeyDi
 def compiled(
     function: Callable[..., Any], module: nnx.Module, settings: tuple[Any, ...]
 ) -> Callable[..., Any]:
-    """`jax.jit(function)` with the module bound as its first argument.
+    """`jax.jit(function)`, by COMPILER_OPTIONS, with the module bound as its first argument.
 
     Each call reads the values that the module's parameters have by then. Which parameters there
     are, and all that is static, is read once, and again where `settings` have changed.
@@ -31,8 +38,8 @@ def compiled(
     program = _programs.get(module)
     if program is None or program.settings != settings:
         parameters = jax.tree.leaves(module, is_leaf=lambda node: isinstance(node, nnx.Variable))
-        run = _of_structure(function, jax.tree.structure(module))
-        program = _programs[module] = _Program(settings, tuple(parameters), run)
+        of_values = _of_structure(function, jax.tree.structure(module))
+        program = _programs[module] = _Program(settings, tuple(parameters), *of_values)
     return program
 
 
@@ -41,19 +48,31 @@ class _Program:
     settings: tuple[Any, ...]
     parameters: tuple[nnx.Variable, ...]
     run: Callable[..., Any]
+    run_traced: Callable[..., Any]
 
     def __call__(self, *arguments: Any) -> Any:
         values = [parameter.get_raw_value() for parameter in self.parameters]
-        return self.run(values, *arguments)
+        run = self.run if _trace_state() == _NO_TRACE else self.run_traced
+        return run(values, *arguments)
+
+
+_trace_state = functools.partial(get_opaque_trace_state, convention="flax_models")
+
+# Asked for on a thread of its own, because this may be imported under a caller's trace.
+with ThreadPoolExecutor(1) as _thread:
+    _NO_TRACE = _thread.submit(_trace_state).result()
 
 
 @functools.lru_cache(maxsize=32)
 def _of_structure(
     function: Callable[..., Any], structure: jax.tree_util.PyTreeDef
-) -> Callable[..., Any]:
-    """The jitted function of parameters' values, one for all modules of a structure."""
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The jitted function of parameters' values, one for all modules of a structure.
+
+    The second is for a caller's trace: JAX takes options for the outermost jit alone.
+    """
 
     def of_values(values: list[jax.Array], *arguments: Any) -> Any:
         return function(jax.tree.unflatten(structure, values), *arguments)
 
-    return jax.jit(of_values)
+    return jax.jit(of_values, compiler_options=COMPILER_OPTIONS), jax.jit(of_values)

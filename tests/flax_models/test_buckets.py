@@ -64,9 +64,9 @@ def test_padding_past_the_ladder(tokens):
 
 def test_unusual_images_grow_the_segments():
     usual = choose_bucket(CONFIG, [[1, 32, 32]])
-    assert usual == Bucket(tokens=1024, windows=40, frames=9, frame_tokens=1024)
+    assert usual == Bucket(tokens=1024, windows=32, frames=9, frame_tokens=1024)
     thumbnails = choose_bucket(CONFIG, [[1, 4, 4]] * 64)
-    assert thumbnails == Bucket(tokens=1024, windows=80, frames=72, frame_tokens=1024)
+    assert thumbnails == Bucket(tokens=1024, windows=64, frames=72, frame_tokens=1024)
     specks = choose_bucket(CONFIG, [[1, 2, 2]] * 256)
     assert specks == Bucket(tokens=1024, windows=256, frames=256, frame_tokens=1024)
 

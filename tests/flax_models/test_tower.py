@@ -179,6 +179,13 @@ def test_a_call_under_jit_leaves_no_tracer_behind(config, tower):
     )
 
 
+def test_a_call_on_constants_under_a_jit_of_the_callers_own(config, tower):
+    grid = [(1, 4, 6)]
+    outside = tower(random_patches(config, grid), grid)
+    inside = jax.eval_shape(lambda: tower(random_patches(config, grid), grid))
+    assert jax.tree.map(jnp.shape, inside) == jax.tree.map(jnp.shape, outside)
+
+
 def test_gradients_reach_every_parameter(config, tower):
     grid = [(1, 4, 6)]
     patches, layout = tower.prepare(random_patches(config, grid), grid)

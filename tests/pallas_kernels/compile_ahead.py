@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 TOKENS, HEADS = 9216, 16
 LENGTHS = {"windows": 64, "frames": TOKENS}
@@ -43,6 +44,14 @@ device_description_str: "NVIDIA H200"
 """
 
 
+def what_is_missing() -> str | None:
+    """Why nothing can be compiled here; None where it can."""
+    plugins = importlib.util.find_spec("jax_plugins")
+    if plugins is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "JAX's plugin for CUDA 13 is not installed"
+    return None if find_ptxas() else "there is no ptxas"
+
+
 def find_ptxas() -> Path | None:
     """The assembler that came with JAX's plugin, else the one on the path, if any."""
     nvidia = importlib.util.find_spec("nvidia")
@@ -59,9 +68,7 @@ def main() -> None:
         os.environ["XLA_FLAGS"] = (
             f"--xla_dump_to={directory} --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*"
         )
-        # The versions of CUDA's libraries can only be asked for where there is a driver.
-        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        forget_this_machine()
         for head_dim, (name, length), fuse in itertools.product(HEAD_DIMS, LENGTHS.items(), FUSE):
             compile_call(head_dim, length, fuse)
             for ptx in sorted(Path(directory).glob("*.ptx")):
@@ -76,37 +83,62 @@ def compile_call(head_dim: int, length: int, fuse: str) -> None:
     """Have XLA compile a packed call for the described GPU."""
     import jax
     import jax.numpy as jnp
-    from jax.experimental import topologies
-    from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
     import pallas_kernels
     from pallas_kernels.compile import compiling_by
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
-    sharding = NamedSharding(mesh, PartitionSpec())
     shapes = (
         ((TOKENS, 3, HEADS, head_dim), jnp.bfloat16),
         ((TOKENS, head_dim // 2), jnp.float32),
         ((TOKENS, head_dim // 2), jnp.float32),
         ((TOKENS // length + 1,), jnp.int32),
     )
-    arguments = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes]
     attend = functools.partial(
         pallas_kernels.fused_rope_attention_qkvpacked,
         max_seqlen=length,
         fuse=fuse,
         implementation="triton",
     )
+    with compiling_by("xla"):
+        compile_for_gpu(jax.jit(attend), *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+
+
+def forget_this_machine() -> None:
+    """Keep JAX, not yet imported, from asking for a driver or a GPU."""
+    # The versions of CUDA's libraries can only be asked for where there is a driver.
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def compile_for_gpu(jitted: Any, *arguments: Any) -> Any:
+    """Compile for the described GPU.
+
+    Args:
+        jitted: what `jax.jit` returned.
+        arguments: pytrees of anything that has a shape and a dtype.
+
+    Returns:
+        A jax.stages.Compiled.
+    """
+    import jax
+    from jax.experimental import topologies
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec())
     described = AbstractMesh(
         (1,),
         ("x",),
         axis_types=(AxisType.Auto,),
         abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"),
     )
-    with jax.sharding.use_abstract_mesh(described), compiling_by("xla"):
-        lowered = jax.jit(attend).lower(*arguments)
-    lowered.compile()
+    arguments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
+    )
+    with jax.sharding.use_abstract_mesh(described):
+        lowered = jitted.lower(*arguments)
+    return lowered.compile()
 
 
 def assemble(ptx: Path) -> dict[str, int]:

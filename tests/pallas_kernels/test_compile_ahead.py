@@ -1,6 +1,5 @@
 """What XLA makes of the Pallas kernels for an H200, where what compiles them is installed."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pallas_kernels.compile_ahead import FUSE, HEAD_DIMS, LENGTHS, find_ptxas
+from tests.pallas_kernels.compile_ahead import FUSE, HEAD_DIMS, LENGTHS, what_is_missing
 
 ROOT = Path(__file__).parents[2]
 BY_DEFAULT = {"windows": "qk", "frames": "none"}
@@ -17,11 +16,8 @@ BY_DEFAULT = {"windows": "qk", "frames": "none"}
 
 @pytest.fixture(scope="module")
 def compiled():
-    plugin = importlib.util.find_spec("jax_plugins")
-    if plugin is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        pytest.skip("JAX's plugin for CUDA 13 is not installed")
-    if find_ptxas() is None:
-        pytest.skip("there is no ptxas")
+    if missing := what_is_missing():
+        pytest.skip(missing)
     result = subprocess.run(
         [sys.executable, "-m", "tests.pallas_kernels.compile_ahead"],
         capture_output=True, text=True, cwd=ROOT, env=os.environ,

@@ -1,0 +1,28 @@
+"""What XLA makes of the Flax tower for an H200, where what compiles it is installed."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.pallas_kernels.compile_ahead import what_is_missing
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_block_is_products_attention_two_norms_and_an_activation():
+    """The residual sums are in products; nothing is copied, transposed or cast between them."""
+    if missing := what_is_missing():
+        pytest.skip(missing)
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.flax_models.compile_ahead"],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    shallow, deep = (Counter(json.loads(line)) for line in result.stdout.splitlines())
+    block = {"product": 2, "product and sum": 2, "attention": 1, "fusion": 3}
+    assert deep - shallow == block
+    assert shallow.keys() == block.keys()
