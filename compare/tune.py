@@ -114,7 +114,8 @@ def _launches(case: Case, table: Any, gpu: Any, module: ModuleType) -> list[Any]
     """What the table has for the case's workload, and then the candidates."""
     workload = case.workload
     longest = int(workload.lengths.max())
-    shape = module.Shape(case.kernel, "half", workload.head_dim, longest)
+    rows = workload.tokens * workload.heads
+    shape = module.Shape(case.kernel, "half", workload.head_dim, longest, rows)
     bounded = module.__name__.startswith("triton")  # Pallas has no bound on registers
     candidates = [fields for fields in case.candidates if bounded or "maxnreg" not in fields]
     tried = [table.find(gpu, shape), *(module.Launch(**fields) for fields in candidates)]

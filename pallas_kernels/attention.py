@@ -225,12 +225,12 @@ def _kernel(
         "interpreted": interpret,
     }
     if plan.max_seqlen <= window_limit(v.dtype):
-        launch = find_launch("window", v.dtype, head_dim, plan.max_seqlen)
+        launch = find_launch("window", v.dtype, head_dim, plan.max_seqlen, tokens * heads)
         programs = segments * heads
         kernel = functools.partial(window_kernel, **static, block=launch.block)
     else:
         name = "stream" if plan.fuse == "none" else "rotating_stream"
-        launch = find_launch(name, v.dtype, head_dim, plan.max_seqlen)
+        launch = find_launch(name, v.dtype, head_dim, plan.max_seqlen, tokens * heads)
         programs = pl.cdiv(tokens, launch.block) * heads
         kernel = functools.partial(
             stream_kernel, **static, block=launch.block, block_k=launch.block_k
@@ -245,7 +245,8 @@ def _rotate(
 ) -> jax.Array:
     """Parts of x rotated, in the paired order that the attention kernels read."""
     tokens, _, heads, head_dim = x.shape
-    launch, split = find_launch("rotate", x.dtype, head_dim, 1), head_split(head_dim)
+    launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads)
+    split = head_split(head_dim)
     kernel = functools.partial(
         rotate_kernel,
         parts=parts,

@@ -52,10 +52,10 @@ def auto_fuse(dtype: DTypeLike, max_seqlen: int) -> str:
     return "qk" if max_seqlen <= window_limit(dtype) else "none"
 
 
-def find_launch(kernel: str, dtype: DTypeLike, head_dim: int, max_seqlen: int) -> Launch:
-    """How to launch a kernel, one of the table's KERNELS, on [tokens, heads, head_dim]."""
+def find_launch(kernel: str, dtype: DTypeLike, head_dim: int, max_seqlen: int, rows: int) -> Launch:
+    """How to launch a kernel, one of the table's KERNELS, on `rows` = tokens x heads."""
     operands = "single" if dtype == jnp.float32 else "half"
-    shape = Shape(kernel, operands, head_dim, next_power_of_2(max_seqlen))
+    shape = Shape(kernel, operands, head_dim, max_seqlen, rows)
     return _table.get().find(gpu(), shape)
 
 

@@ -8,6 +8,7 @@ GPU that is not in the table use the rows of one of its generation.
 This file is the same in both kernel packages, which do not import each other.
 """
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from typing import Any, NamedTuple
 KERNELS = ("window", "stream", "rotating_stream", "rotate")
 OPERANDS = ("half", "single", "unaligned")
 DEFAULT = "default"
-_CONDITIONS = ("operands", "max_head_dim", "max_length")
+_CONDITIONS = ("operands", "max_head_dim", "max_length", "max_rows")
+# Shapes whose launches are remembered: every image size may be one of its own.
+_REMEMBERED = 4096
 
 
 class Launch(NamedTuple):
@@ -48,14 +51,15 @@ class Shape(NamedTuple):
         kernel: one of KERNELS; "rotating_stream" is the stream kernel where it rotates Q or K.
         operands: one of OPERANDS: bf16 or fp16, fp32, or rows that miss an alignment to 16 bytes.
         head_dim: dims of a head.
-        length: tokens of the longest segment; callers round it up to a power of two, as conditions
-            are, or every new image size would be remembered by itself.
+        length: tokens of the longest segment.
+        rows: tokens times heads, by which a call has few programs or many for the multiprocessors.
     """
 
     kernel: str
     operands: str
     head_dim: int
     length: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Row:
     operands: str | None = None
     max_head_dim: int | None = None
     max_length: int | None = None
+    max_rows: int | None = None
 
     def holds(self, shape: Shape) -> bool:
         """Whether the row is for this shape."""
@@ -75,12 +80,13 @@ class Row:
             and self.operands in (None, shape.operands)
             and (self.max_head_dim is None or shape.head_dim <= self.max_head_dim)
             and (self.max_length is None or shape.length <= self.max_length)
+            and (self.max_rows is None or shape.rows <= self.max_rows)
         )
 
     @property
-    def conditions(self) -> tuple[str, str | None, int | None, int | None]:
+    def conditions(self) -> tuple[str | int | None, ...]:
         """The shapes that the row is for: two rows of one device never share them."""
-        return (self.kernel, self.operands, self.max_head_dim, self.max_length)
+        return (self.kernel, *(getattr(self, name) for name in _CONDITIONS))
 
     def to_json(self) -> dict[str, Any]:
         """The row as it stands in the file."""
@@ -130,7 +136,11 @@ class Device:
 
 
 class Table:
-    """Launches by device. Lookups are remembered, so that a call pays for one dictionary access."""
+    """Launches by device.
+
+    Lookups are remembered, so that a call pays for one dictionary access; the latest alone, as
+    image sizes are many.
+    """
 
     def __init__(self, devices: Mapping[str, Device]) -> None:
         """Devices by name.
@@ -141,7 +151,7 @@ class Table:
         if DEFAULT not in devices:
             raise ValueError(f"a table of launches needs a device {DEFAULT!r}")
         self.devices = dict(devices)
-        self._found: dict[tuple[Gpu | None, Shape], Launch] = {}
+        self._find = functools.lru_cache(_REMEMBERED)(self._first_row)
 
     def find(self, gpu: Gpu | None, shape: Shape) -> Launch:
         """The launch for a shape on a GPU; None is a GPU that nothing is known of.
@@ -149,13 +159,7 @@ class Table:
         Raises:
             ValueError: no row is for the shape.
         """
-        launch = self._found.get((gpu, shape))
-        if launch is None:
-            launch = next((row.launch for row in self._rows(gpu) if row.holds(shape)), None)
-            if launch is None:
-                raise ValueError(f"the table of launches has none for {shape}")
-            self._found[gpu, shape] = launch
-        return launch
+        return self._find(gpu, shape)
 
     def with_rows(self, gpu: Gpu, rows: Sequence[Row]) -> "Table":
         """A table in which a GPU has these rows instead of those it had, in the order of lookup."""
@@ -167,11 +171,18 @@ class Table:
                 row.operands or "~",
                 row.max_head_dim or 1 << 30,
                 row.max_length or 1 << 30,
+                row.max_rows or 1 << 60,
             ),
         )
         devices = self.devices | {gpu.name: Device(gpu.compute_capability, tuple(order))}
         devices[DEFAULT] = devices.pop(DEFAULT)  # last, as it is looked up
         return Table(devices)
+
+    def _first_row(self, gpu: Gpu | None, shape: Shape) -> Launch:
+        launch = next((row.launch for row in self._rows(gpu) if row.holds(shape)), None)
+        if launch is None:
+            raise ValueError(f"the table of launches has none for {shape}")
+        return launch
 
     def _rows(self, gpu: Gpu | None) -> Iterator[Row]:
         if gpu is not None:

@@ -43,6 +43,7 @@ def made_up(module):
                 "First": {
                     "compute_capability": "9.0",
                     "launches": [
+                        row | {"max_head_dim": 80, "max_length": 256, "max_rows": 999, "block": 8},
                         row | {"max_head_dim": 80, "max_length": 256, "block": 16},
                         row | {"max_head_dim": 80, "block": 32},
                         row | {"operands": "half", "block": 64},
@@ -58,9 +59,11 @@ def made_up(module):
     )
 
 
-def block(module, table, name, capability="9.0", operands="half", head_dim=80, length=256):
+def block(
+    module, table, name, capability="9.0", operands="half", head_dim=80, length=256, rows=1000
+):
     gpu = name and module.Gpu(name, capability)
-    return table.find(gpu, module.Shape("stream", operands, head_dim, length)).block
+    return table.find(gpu, module.Shape("stream", operands, head_dim, length, rows)).block
 
 
 def test_the_first_row_whose_conditions_hold(module):
@@ -68,6 +71,7 @@ def test_the_first_row_whose_conditions_hold(module):
     assert block(module, table, "First") == 16
     assert block(module, table, "First", length=129) == 16
     assert block(module, table, "First", length=257) == 32
+    assert block(module, table, "First", rows=999) == 8
     assert block(module, table, "First", head_dim=88) == 64
     assert block(module, table, "First", head_dim=88, operands="single") == 128
 
@@ -82,11 +86,11 @@ def test_unknown_devices(module):
 def test_what_a_device_lacks_is_the_defaults(module):
     table = made_up(module)
     assert block(module, table, "Second") == 128
-    window = module.Shape("window", "half", 80, 64)
+    window = module.Shape("window", "half", 80, 64, 1000)
     assert table.find(module.Gpu("Second", "9.0"), window).num_warps == 2
     assert table.find(module.Gpu("First", "9.0"), window).num_warps == 8
     with pytest.raises(ValueError, match="has none for Shape"):
-        table.find(None, module.Shape("rotate", "half", 80, 1))
+        table.find(None, module.Shape("rotate", "half", 80, 1, 1000))
 
 
 def test_rows_of_a_device_are_put_in_their_places(module, table):
@@ -96,10 +100,12 @@ def test_rows_of_a_device_are_put_in_their_places(module, table):
         module.Row("stream", launch, "half", max_head_dim=96),
         module.Row("stream", launch._replace(block=32), "half", max_head_dim=96, max_length=256),
         module.Row("stream", launch._replace(block=64), "half", max_head_dim=64),
+        module.Row("stream", launch._replace(block=8), "half", max_head_dim=64, max_rows=999),
     ]
     changed = table.with_rows(gpu, rows)
     assert list(changed.devices) == [*list(table.devices)[:-1], "Imaginary GPU", "default"]
     assert block(module, changed, *gpu, head_dim=64) == 64
+    assert block(module, changed, *gpu, head_dim=64, rows=999) == 8
     assert block(module, changed, *gpu, head_dim=72) == 32
     assert block(module, changed, *gpu, head_dim=72, length=300) == 16
     assert block(module, table, *gpu) == block(module, table, None)  # the first table is as it was
@@ -120,6 +126,7 @@ ROW = {"kernel": "stream", "block": 16, "block_k": 16, "num_warps": 4, "num_stag
         ({"num_stages": True}, "num_stages must be a positive integer, got True"),
         ({"max_head_dim": "80"}, "max_head_dim must be a positive integer, got '80'"),
         ({"max_length": 100}, "max_length must be a power of two, got 100"),
+        ({"max_rows": 0}, "max_rows must be a positive integer, got 0"),
         ({"warps": 4}, "expected only .* got warps"),
         ({"kernel": "window"}, "max_length must be given and at most block"),
         ({"kernel": "window", "max_length": 32}, "max_length must be given and at most block"),
@@ -161,10 +168,10 @@ def test_every_call_finds_a_launch(module, table, launch):
     gpus = [None, *(module.Gpu(n, d.compute_capability or "") for n, d in table.devices.items())]
     for gpu, operands, head_dim in itertools.product(gpus, module.OPERANDS, HEAD_DIMS):
         for length in (1, 16, 17, 64, 65, 128):
-            found = table.find(gpu, module.Shape("window", operands, head_dim, length))
+            found = table.find(gpu, module.Shape("window", operands, head_dim, length, 1))
             assert found.block >= length
         for kernel, length in (("rotate", 1), ("stream", 1), ("stream", 2**30)):
-            table.find(gpu, module.Shape(kernel, operands, head_dim, length))
+            table.find(gpu, module.Shape(kernel, operands, head_dim, length, 1))
 
 
 def test_rows_are_for_different_shapes(table):
@@ -187,12 +194,26 @@ def test_another_table_for_a_while(module, launch, package):
         torch = importlib.import_module("torch")
         arguments = (torch.empty(1, 1, 80, dtype=torch.float16), 300)
     else:
-        arguments = ("float16", 80, 300)
+        arguments = ("float16", 80, 300, 1)
     before = launch.find_launch("stream", *arguments)
     with launch.launching_by(made_up(module)):
         assert launch.find_launch("stream", *arguments).block == 128
         assert launch.find_launch("stream", *arguments) != before
     assert launch.find_launch("stream", *arguments) == before
+
+
+def test_rows_are_tokens_times_heads(module, launch, package):
+    row = {"kernel": "stream", "block_k": 16, "num_warps": 4, "num_stages": 1}
+    launches = [row | {"max_rows": 6, "block": 16}, row | {"block": 32}]
+    default = {"compute_capability": None, "launches": launches}
+    with launch.launching_by(module.Table.from_text(json.dumps({"default": default}))):
+        for tokens, heads, expected in ((2, 3, 16), (6, 1, 16), (7, 1, 32)):
+            if package == "triton_kernels":
+                torch = importlib.import_module("torch")
+                arguments = (torch.empty(tokens, heads, 80, dtype=torch.float16), 300)
+            else:
+                arguments = ("float16", 80, 300, tokens * heads)
+            assert launch.find_launch("stream", *arguments).block == expected
 
 
 def test_the_table_is_read_by_the_same_code_in_both_packages():

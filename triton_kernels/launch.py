@@ -58,8 +58,9 @@ def find_launch(kernel: str, x: torch.Tensor, max_seqlen: int, aligned: bool = T
     miscompiles two that share a staging buffer.
     """
     operands = "single" if x.dtype == torch.float32 else "half"
+    tokens, heads, head_dim = x.shape
     shape = Shape(
-        kernel, operands if aligned else "unaligned", x.shape[-1], next_power_of_2(max_seqlen)
+        kernel, operands if aligned else "unaligned", head_dim, max_seqlen, tokens * heads
     )
     return _table.get().find(gpu(x.device.index), shape)
 

@@ -37,7 +37,7 @@ def times(monkeypatch, tmp_path):
     out = unfused(TINY.inputs())
 
     def candidate(twin, case, table):
-        warps = table.find(GPU, Shape(case.kernel, "half", 64, 16)).num_warps
+        warps = table.find(GPU, Shape(case.kernel, "half", 64, 16, 32)).num_warps
 
         def prepare(workload):
             if made_up[warps] is None:
@@ -80,7 +80,7 @@ def test_the_fastest_right_launch_is_chosen(times, made_up, expected, capsys):
     table, choice = tuned(2, 8)
     assert choice.old == OLD
     assert choice.new == OLD._replace(num_warps=expected)
-    assert table.find(GPU, Shape("window", "half", 64, 16)) == choice.new
+    assert table.find(GPU, Shape("window", "half", 64, 16, 32)) == choice.new
     assert [record.details["num_warps"] for record in choice.records] == [4, 2, 8]
     assert sum(record.details["chosen"] for record in choice.records) == 1
     printed = " ".join(capsys.readouterr().out.split())  # lines may wrap
@@ -118,9 +118,9 @@ def test_candidates_are_launched_as_their_table_says():
         table_module = tune.importlib.import_module(f"{twin.package}.launch_table")
         row = tune._row(made, table_module.Launch(**fields(8)), table_module)
         table = tune._table_of(row, table_module.Table.read(launch.TABLE_FILE), GPU)
-        found = table.find(GPU, table_module.Shape("window", "half", 64, 16))
+        found = table.find(GPU, table_module.Shape("window", "half", 64, 16, 32))
         assert found.num_warps == 8
-        assert table.find(GPU, table_module.Shape("stream", "half", 64, 256)).block_k == 64
+        assert table.find(GPU, table_module.Shape("stream", "half", 64, 256, 512)).block_k == 64
 
 
 @pytest.mark.parametrize("name", TWINS)
