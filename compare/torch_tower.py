@@ -23,6 +23,7 @@ from flax_models import Layout, VisionConfig, choose_bucket, plan_layout, read_c
 from flax_models.buckets import bucket_of_equal_frames
 from flax_models.memory import check_memory
 from flax_models.weights import tower_weights
+from triton_kernels.attention import runs_kernel
 
 # With DeepStack also the features of some blocks.
 Embeddings = torch.Tensor | tuple[torch.Tensor, tuple[torch.Tensor, ...]]
@@ -198,14 +199,14 @@ def load_vision_tower(
         compile: have `torch.compile` fuse what lies between the matrix products and the attention
             of a block, and the interpolation of positions. The first call compiles for every image
             size to come. None: on a GPU.
-        cuda_graphs: record a CUDA graph for each bucket in use, the last 16 of them. None: on a
-            GPU.
+        cuda_graphs: record a CUDA graph for each bucket in use, the last 16 of them. None: where
+            the kernels run; the reference asks the GPU for values, which no graph can.
         progress: show progress on standard error. None: only where that is a terminal.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used, see `read_checkpoint`.
         ValueError: an unknown model type, dtype or `frame_attention`, no such device, one that
-            `frame_attention` does not run on, or CUDA graphs on a CPU.
+            `frame_attention` does not run on, or CUDA graphs where they cannot be recorded.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
@@ -213,6 +214,9 @@ def load_vision_tower(
     on_gpu = target.type == "cuda"
     if cuda_graphs and not on_gpu:
         raise ValueError(f"cuda_graphs=True needs a tower on a CUDA GPU, got device '{target}'")
+    recordable = on_gpu and runs_kernel(target, implementation)
+    if cuda_graphs and not recordable:
+        raise ValueError("cuda_graphs=True needs the kernels, got the reference implementation")
     config = VisionConfig.from_pretrained(directory)
     with torch.device("meta"):  # no parameter is allocated before its values are there
         tower = VisionTower(
@@ -230,7 +234,7 @@ def load_vision_tower(
         for part in (*tower.blocks, tower.position_table):
             if part is not None:
                 part.compile(dynamic=True)
-    if on_gpu if cuda_graphs is None else cuda_graphs:
+    if recordable if cuda_graphs is None else cuda_graphs:
         tower.graphs = GraphCache()
     return tower.requires_grad_(False).eval()
 

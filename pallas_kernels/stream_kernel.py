@@ -26,6 +26,10 @@ from pallas_kernels.tiles import (
     store_columns,
 )
 
+# Sums of a row that are kept apart until its last key: a tile's columns PARTS apart lie in one
+# thread's registers, and adding those up takes no exchange between threads.
+PARTS = 8
+
 
 def stream_kernel(
     # q, k and v are [tokens, parts, heads, head_dim], out is [tokens, 1, heads, head_dim]
@@ -74,7 +78,7 @@ def stream_kernel(
         start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
         keys = jnp.where(end > block_start, end - start, 0)  # 0: only padding follows it
         row_max = jnp.full((block,), -jnp.inf, jnp.float32)
-        row_sum = jnp.zeros((block,), jnp.float32)
+        row_sums = jnp.zeros((block, PARTS), jnp.float32)
         acc = jnp.zeros((block, main), jnp.float32)
         acc_tail = jnp.zeros((block, tail), jnp.float32) if tail > 0 else None
 
@@ -88,15 +92,16 @@ def stream_kernel(
             0,
             whole,
             lambda i, state: visit(Rows(start + i * block_k, block_k, None), state),
-            (row_max, row_sum, acc, acc_tail),
+            (row_max, row_sums, acc, acc_tail),
         )
         key_mask = jnp.arange(block_k, dtype=jnp.int32) < rest
         last = Rows(start + whole * block_k, block_k, key_mask)
-        _, row_sum, acc, acc_tail = jax.lax.cond(
+        _, row_sums, acc, acc_tail = jax.lax.cond(
             rest > 0, lambda state: visit(last, state), lambda state: state, state
         )
 
         mask = (token >= start) & (token < end) & (token < block_end)
+        row_sum = jnp.sum(row_sums, axis=1)
         rescale = (1.0 / jnp.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
         out_rows = rows._replace(mask=mask)
         out = (acc * rescale).astype(dtype)
@@ -127,7 +132,7 @@ def visit_keys(
 ) -> tuple:  # fmt: skip
     """Fold one block of keys into the online softmax."""
     head_dim, rotary_dim = k_head.ref.shape[-1], 2 * cos_ref.shape[1]
-    row_max, row_sum, acc, acc_tail = state
+    row_max, row_sums, acc, acc_tail = state
     # V first: see window_kernel.
     v = load_columns(v_head, rows, 0, main, head_dim)  # [block_k, main]
     if tail > 0:
@@ -147,13 +152,14 @@ def visit_keys(
     new_max = jnp.maximum(row_max, jnp.max(logits, axis=1))
     p = exp2((logits - new_max[:, None]) * scale_log2, interpreted)
     decay = exp2((row_max - new_max) * scale_log2, interpreted)
-    row_sum = row_sum * decay + jnp.sum(p, axis=1)
+    parts = p.reshape(p.shape[0], p.shape[1] // PARTS, PARTS)
+    row_sums = row_sums * decay[:, None] + jnp.sum(parts, axis=1)
     p = p.astype(k.dtype)
 
     acc = dot(p, v, acc * decay[:, None])
     if tail > 0:
         acc_tail = dot(p, v_tail, acc_tail * decay[:, None])
-    return new_max, row_sum, acc, acc_tail
+    return new_max, row_sums, acc, acc_tail
 
 
 def last_start_at(cu_seqlens_ref: Ref, token: Scalar, segments: int) -> Scalar:

@@ -65,6 +65,12 @@ def exp2(x: jax.Array, interpreted: bool) -> jax.Array:
     return result
 
 
+def barrier(interpreted: bool) -> None:
+    """Have the threads of a program wait for each other; the interpreter has but one."""
+    if not interpreted:
+        plgpu.debug_barrier()
+
+
 def segment_bounds(cu_seqlens_ref: Ref, segment: Scalar, tokens: int) -> tuple[Scalar, Scalar]:
     """Start and end of a segment, forced into [0, tokens] whatever cu_seqlens holds."""
     start = jnp.clip(cu_seqlens_ref[segment], 0, tokens)

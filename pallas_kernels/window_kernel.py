@@ -12,6 +12,7 @@ from pallas_kernels.tiles import (
     Ref,
     Rows,
     Scalar,
+    barrier,
     dot,
     exp2,
     load_angles,
@@ -66,14 +67,14 @@ def window_kernel(
         cos_tail, sin_tail = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
         q_tail = load_rotary(q_head, rows, main, tail, head_dim, rotary_dim, rotate_q)
         k_tail = load_rotary(k_head, rows, main, tail, head_dim, rotary_dim, rotate_k)
-    # That all these loads are in flight at once, V's too, takes the launch table's bound on
-    # registers: free to choose, the compiler moves loads down to where they are needed, to save
-    # registers, and a program waits for the memory five times.
     # V before the products: loaded behind them, ptxas 12.8 gets the address of the second of two
     # products with V wrong; a test looks for that in the machine code.
     v = load_columns(v_head, rows, 0, main, head_dim)  # [block, main]
     if tail > 0:
         v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block, tail]
+    # The bound on registers of the launch table is loose enough for all these loads to be in flight
+    # at once. Without the barrier the compiler moves some of V's down, behind the first wait.
+    barrier(interpreted)
 
     # Q and K are rotated outside the branch that multiplies them. Within one block of code the
     # compiler moves the layout of the product's operand up to the loads and converts q, cos and

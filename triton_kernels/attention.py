@@ -63,11 +63,12 @@ def fused_rope_attention(
     Differentiable in q, k, v, cos and sin in reverse mode, repeatedly: the backward pass runs
     through the reference.
     """
-    check_arguments((q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse)
+    check_arguments(
+        (q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
+    )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    kernel = _runs_kernel(q, implementation)
-    return torch.ops.fused_rope_attention.varlen(
-        q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse, kernel
+    return torch.ops.fused_rope_attention.varlen.default(
+        q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
 
 
@@ -87,33 +88,32 @@ def fused_rope_attention_qkvpacked(
     That is what a QKV projection writes; it is neither split nor copied. Everything else is as in
     fused_rope_attention.
     """
-    check_arguments((qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse)
+    check_arguments((qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    kernel = _runs_kernel(qkv, implementation)
-    return torch.ops.fused_rope_attention.qkvpacked(
-        qkv, cos, sin, cu_seqlens, max_seqlen, scale, fuse, kernel
+    return torch.ops.fused_rope_attention.qkvpacked.default(
+        qkv, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
 
 
-def _runs_kernel(x: torch.Tensor, implementation: str) -> bool:
+def runs_kernel(device: torch.device, implementation: str) -> bool:
+    """Whether an implementation means the kernel for tensors on a device.
+
+    Raises:
+        ValueError: it does, and the kernel cannot run there.
+    """
+    on_gpu = device.type == "cuda"
     if implementation == "auto":
-        return x.is_cuda and _has_tensor_cores(x.device.index)
-    if implementation == "triton":
-        if not (x.is_cuda or INTERPRETED):
-            raise ValueError(
-                "implementation='triton' needs tensors on a CUDA GPU (or TRITON_INTERPRET=1 set "
-                f"before Triton is imported), got tensors on {x.device}"
-            )
-        return True
-    if implementation == "reference":
-        return False
-    raise ValueError(
-        f"implementation must be 'auto', 'triton' or 'reference', got {implementation!r}"
-    )
+        return on_gpu and _has_tensor_cores(device.index)
+    if implementation == "triton" and not (on_gpu or INTERPRETED):
+        raise ValueError(
+            "implementation='triton' needs tensors on a CUDA GPU (or TRITON_INTERPRET=1 set "
+            f"before Triton is imported), got tensors on {device}"
+        )
+    return implementation == "triton"
 
 
 @functools.cache
-def _has_tensor_cores(index: int) -> bool:
+def _has_tensor_cores(index: int | None) -> bool:
     """Whether a GPU has them for bf16, which came with compute capability 8.0."""
     return torch.cuda.get_device_capability(index) >= (8, 0)
 
@@ -128,9 +128,10 @@ def attend(
     max_seqlen: int | None,
     scale: float,
     fuse: str,
-    kernel: bool,
+    implementation: str,
 ) -> torch.Tensor:
     """The computation behind the registered operators; the arguments are checked."""
+    kernel = runs_kernel(q.device, implementation)
     if q.numel() == 0 or cu_seqlens.shape[0] == 1:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     if not kernel:
@@ -142,7 +143,7 @@ def attend(
     # Triton launches on the current device, which need not be the tensors'.
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            return attend(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse, kernel)
+            return attend(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
     if fuse == "none":
         q, k = _rotate_both(q, k, cos, sin)
     elif fuse == "q":

@@ -7,6 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 FUSE = ("auto", "qk", "q", "none")
+IMPLEMENTATIONS = ("auto", "triton", "reference")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 # Offsets inside a tile and numbers of rows are 32-bit; offsets of a segment are 64-bit.
@@ -60,6 +61,7 @@ def check_arguments(
     max_seqlen: int | None,
     scale: float | None,
     fuse: str,
+    implementation: str,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
 
@@ -73,20 +75,22 @@ def check_arguments(
         raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
     if fuse not in FUSE:
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     everything = (*tensors, cos, sin, cu_seqlens)
     # PyTorch drops the tangents of an operator that has no forward mode, in silence.
     if any(forward_ad.unpack_dual(x).tangent is not None for x in everything):
         raise NotImplementedError(
             "forward-mode differentiation is not supported, use reverse mode (backward, grad)"
         )
+    forms = tuple([(type(x), x.dtype, x.device, x.shape, x.stride()) for x in everything])
     # Shapes in a trace may be symbols, which nothing can be looked up by.
-    traced = torch.compiler.is_compiling() or any(type(x) is not torch.Tensor for x in everything)
-    forms = None if traced else tuple((x.shape, x.stride(), x.dtype, x.device) for x in everything)
-    if forms in _passed:
-        return
-    _check_tensors(tensors, names, cos, sin, cu_seqlens)
-    if forms is not None and len(_passed) < MAX_PASSED:
-        _passed.add(forms)
+    if torch.compiler.is_compiling() or {form[0] for form in forms} != {torch.Tensor}:
+        _check_tensors(tensors, names, cos, sin, cu_seqlens)
+    elif forms not in _passed:
+        _check_tensors(tensors, names, cos, sin, cu_seqlens)
+        if len(_passed) < MAX_PASSED:
+            _passed.add(forms)
 
 
 def _check_tensors(

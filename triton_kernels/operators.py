@@ -8,7 +8,8 @@ from triton_kernels.attention import attend
 from triton_kernels.reference import rope_attention_reference
 
 _ARGUMENTS = (
-    "Tensor cos, Tensor sin, Tensor cu_seqlens, int? max_seqlen, float scale, str fuse, bool kernel"
+    "Tensor cos, Tensor sin, Tensor cu_seqlens, int? max_seqlen, float scale, str fuse, "
+    "str implementation"
 )
 _library = torch.library.Library("fused_rope_attention", "DEF")
 _library.define(f"varlen(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> Tensor")
@@ -79,7 +80,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    *tensors, cu_seqlens, _max_seqlen, scale, _fuse, _kernel = inputs
+    *tensors, cu_seqlens, _max_seqlen, scale, _fuse, _implementation = inputs
     ctx.save_for_backward(*tensors, cu_seqlens)
     ctx.scale = scale
 

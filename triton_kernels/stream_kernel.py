@@ -19,6 +19,10 @@ from triton_kernels.tiles import (
     store_columns,
 )
 
+# Sums of a row that are kept apart until its last key: a tile's columns PARTS apart lie in one
+# thread's registers, and adding those up takes no exchange between threads.
+PARTS: tl.constexpr = tl.constexpr(8)
+
 # Sizes and strides vary from call to call: one binary serves all.
 NUMBERS = (
     *("tokens", "segments"),
@@ -93,29 +97,30 @@ def stream_kernel(
         start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
         keys = tl.where(end > block_start, end - start, 0)  # 0: only padding follows it
         row_max = tl.full([BLOCK], -float("inf"), tl.float32)
-        row_sum = tl.zeros([BLOCK], tl.float32)
+        row_sums = tl.zeros([BLOCK, PARTS], tl.float32)
         acc = tl.zeros([BLOCK, MAIN], tl.float32)
         acc_tail = tl.zeros([BLOCK, TAIL if TAIL > 0 else 1], tl.float32)
 
         # Whole blocks of keys need no mask; what is left over is one block more.
         whole = keys // BLOCK_K * BLOCK_K
         for key_block in range(0, whole, BLOCK_K):
-            row_max, row_sum, acc, acc_tail = visit_keys(
+            row_max, row_sums, acc, acc_tail = visit_keys(
                 k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
                 start.to(tl.int64) + key_block, key_rows, None,
-                q, q_tail, row_max, row_sum, acc, acc_tail,
+                q, q_tail, row_max, row_sums, acc, acc_tail,
                 HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
             )  # fmt: skip
         if whole < keys:
-            row_max, row_sum, acc, acc_tail = visit_keys(
+            row_max, row_sums, acc, acc_tail = visit_keys(
                 k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
                 start.to(tl.int64) + whole, key_rows, key_rows < keys - whole,
-                q, q_tail, row_max, row_sum, acc, acc_tail,
+                q, q_tail, row_max, row_sums, acc, acc_tail,
                 HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
             )  # fmt: skip
 
         mask = (token >= start) & (token < end) & (token < block_end)
         covered = covered | mask
+        row_sum = tl.sum(row_sums, 1)
         rescale = (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
         out = cast(acc * rescale, dtype)
         store_columns(out_ptr, out_stride, rows, mask, out, 0, MAIN, HEAD_DIM)
@@ -138,7 +143,7 @@ def visit_keys(
     # the first key, the rows of the key tile, and which of them are keys (None: all)
     first, rows, mask,
     # the query tile and the state of its online softmax
-    q, q_tail, row_max, row_sum, acc, acc_tail,
+    q, q_tail, row_max, row_sums, acc, acc_tail,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     ROTATE_K: tl.constexpr,
 ):  # fmt: skip
@@ -168,13 +173,14 @@ def visit_keys(
     new_max = tl.maximum(row_max, tl.max(logits, 1))
     p = tl.exp2((logits - new_max[:, None]) * scale_log2)
     decay = tl.exp2((row_max - new_max) * scale_log2)
-    row_sum = row_sum * decay + tl.sum(p, 1)
+    parts = tl.reshape(p, [p.shape[0], p.shape[1] // PARTS, PARTS])
+    row_sums = row_sums * decay[:, None] + tl.sum(parts, 1)
     p = cast(p, k.dtype)
 
     acc = dot(p, v, acc * decay[:, None])
     if TAIL > 0:
         acc_tail = dot(p, v_tail, acc_tail * decay[:, None])
-    return new_max, row_sum, acc, acc_tail
+    return new_max, row_sums, acc, acc_tail
 
 
 @triton.jit

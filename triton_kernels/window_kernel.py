@@ -85,14 +85,14 @@ def window_kernel(
         k_tail = load_rotary(
             k_ptr, k_stride, rows, mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
         )
-    # That all these loads are in flight at once, V's too, takes the launch table's bound on
-    # registers: free to choose, the compiler moves loads down to where they are needed, to save
-    # registers, and a program waits for the memory five times.
     # V before the products: loaded behind them, ptxas 12.8 gets the address of the second of two
     # products with V wrong; a test looks for that in the machine code.
     v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK, MAIN]
     if TAIL > 0:
         v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)  # [BLOCK, TAIL]
+    # The bound on registers of the launch table is loose enough for all these loads to be in flight
+    # at once. Without the barrier the compiler moves some of V's down, behind the first wait.
+    tl.debug_barrier()
 
     # Q and K are rotated outside the branch that multiplies them. Within one block of code the
     # compiler moves the layout of the product's operand up to the loads and converts q, cos and

@@ -275,6 +275,12 @@ def test_graphs_need_a_gpu(directory):
         load_vision_tower(directory, device="cpu", cuda_graphs=True)
 
 
+@pytest.mark.gpu
+def test_graphs_need_the_kernels(directory):
+    with pytest.raises(ValueError, match="needs the kernels, got the reference implementation"):
+        load_vision_tower(directory, implementation="reference", cuda_graphs=True)
+
+
 @pytest.mark.parametrize("config", ["head_dim_16"], indirect=True)
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_kernel_and_reference_agree_in_the_tower(config, tower, directory, implementation):

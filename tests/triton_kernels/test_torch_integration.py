@@ -20,11 +20,11 @@ def arguments_of(packed, lengths=(5, 9), requires_grad=False, dtype="float32"):
 
 @both_forms
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
-def test_operators_are_registered_as_pytorch_asks(packed, requires_grad, kernel):
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_operators_are_registered_as_pytorch_asks(packed, requires_grad, implementation):
     operator = getattr(torch.ops.fused_rope_attention, "qkvpacked" if packed else "varlen")
     arguments = arguments_of(packed, requires_grad=requires_grad)
-    torch.library.opcheck(operator.default, (*arguments, 16, 0.25, "auto", kernel))
+    torch.library.opcheck(operator.default, (*arguments, 16, 0.25, "auto", implementation))
 
 
 def attend(packed, *arguments, **options):
