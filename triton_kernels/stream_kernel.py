@@ -90,10 +90,16 @@ def stream_kernel(
         )
         q_tail = rotary_tile(q_tail, cos, sin, ROTATE_Q)  # [BLOCK, TAIL]
 
+    k_step = k_stride.to(tl.int64) * BLOCK_K
+    v_step = v_stride.to(tl.int64) * BLOCK_K
+    angle_step = angle_stride.to(tl.int64) * BLOCK_K
     covered = tl.zeros([BLOCK], tl.int1)
     first_segment = tl.maximum(last_start_at(cu_seqlens_ptr, block_start, segments), 0)
     last_segment = last_start_at(cu_seqlens_ptr, block_end - 1, segments)
-    for segment in range(first_segment, last_segment + 1):
+    # What leaves this loop waits through the loop over keys, in registers or in memory; wide heads
+    # and fp32 have so few registers that the assembler does worse without.
+    HOIST: tl.constexpr = HEAD_DIM > 128 or dtype == tl.float32
+    for segment in tl.range(first_segment, last_segment + 1, disable_licm=not HOIST):
         start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
         keys = tl.where(end > block_start, end - start, 0)  # 0: only padding follows it
         row_max = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -103,17 +109,24 @@ def stream_kernel(
 
         # Whole blocks of keys need no mask; what is left over is one block more.
         whole = keys // BLOCK_K * BLOCK_K
-        for key_block in range(0, whole, BLOCK_K):
+        first_key = start.to(tl.int64)
+        k_tile, v_tile = k_ptr + first_key * k_stride, v_ptr + first_key * v_stride
+        cos_tile, sin_tile = cos_ptr + first_key * angle_stride, sin_ptr + first_key * angle_stride
+        for _ in range(0, whole, BLOCK_K):
             row_max, row_sums, acc, acc_tail = visit_keys(
-                k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
-                start.to(tl.int64) + key_block, key_rows, None,
+                k_tile, v_tile, cos_tile, sin_tile, k_stride, v_stride, angle_stride, scale_log2,
+                key_rows, None,
                 q, q_tail, row_max, row_sums, acc, acc_tail,
                 HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
             )  # fmt: skip
+            k_tile += k_step
+            v_tile += v_step
+            cos_tile += angle_step
+            sin_tile += angle_step
         if whole < keys:
             row_max, row_sums, acc, acc_tail = visit_keys(
-                k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
-                start.to(tl.int64) + whole, key_rows, key_rows < keys - whole,
+                k_tile, v_tile, cos_tile, sin_tile, k_stride, v_stride, angle_stride, scale_log2,
+                key_rows, key_rows < keys - whole,
                 q, q_tail, row_max, row_sums, acc, acc_tail,
                 HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
             )  # fmt: skip
@@ -140,18 +153,14 @@ def stream_kernel(
 @triton.jit
 def visit_keys(
     k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
-    # the first key, the rows of the key tile, and which of them are keys (None: all)
-    first, rows, mask,
+    # the rows of the key tile from those pointers on, and which of them are keys (None: all)
+    rows, mask,
     # the query tile and the state of its online softmax
     q, q_tail, row_max, row_sums, acc, acc_tail,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     ROTATE_K: tl.constexpr,
 ):  # fmt: skip
     """Fold one block of keys into the online softmax."""
-    k_ptr += first * k_stride
-    v_ptr += first * v_stride
-    cos_ptr += first * angle_stride
-    sin_ptr += first * angle_stride
     # V first: see window_kernel.
     v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK_K, MAIN]
     if TAIL > 0:

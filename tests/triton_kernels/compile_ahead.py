@@ -31,6 +31,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.triton_kernels.loop_spills import loop_spills
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
+from triton_kernels import attention
 from triton_kernels import launch as launch_module
 from triton_kernels.launch_table import Gpu
 
@@ -151,10 +152,14 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
     with (
         mock.patch.object(JITFunction, "run", record),
         mock.patch.object(launch_module, "gpu", return_value=GPUS.get(variant.arch)),
+        mock.patch.object(attention, "INTERPRETED", True),  # it shall not mind the missing GPU
     ):
         torch.ops.fused_rope_attention.qkvpacked(
-            qkv, angles, angles, cu_seqlens, variant.max_seqlen, 0.1, variant.fuse, True
+            qkv, angles, angles, cu_seqlens, variant.max_seqlen, 0.1, variant.fuse, "triton"
         )
+        if variant.max_seqlen == STREAM and variant.fuse == "auto":
+            qk = qkv.view(TOKENS, 3 * HEADS, variant.head_dim)[:, : 2 * HEADS]
+            attention.rotate_in_order(qk, qk, angles, angles)
     return recorded
 
 
