@@ -53,6 +53,15 @@ class Twin:
         require_jax_gpu()
         return self.launch.gpu()
 
+    @property
+    def bounds_registers(self) -> bool:
+        """Whether what compiles the kernels takes a bound on registers: XLA does not."""
+        if self.framework == "torch":
+            return True
+        from pallas_kernels.compile import compiler
+
+        return compiler() == "triton"
+
 
 TWINS = {
     "triton": Twin("triton", "triton_kernels", "torch"),
@@ -87,7 +96,7 @@ def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
     """
     gpu, module = twin.gpu(), importlib.import_module(f"{twin.package}.launch_table")
     table = module.Table.read(twin.launch.TABLE_FILE)
-    launches = [_launches(case, table, gpu, module) for case in cases]
+    launches = [_launches(twin, case, table, gpu) for case in cases]
     jobs = [
         (_candidate(twin, case, _table_of(_row(case, launch, module), table, gpu)), case.workload)
         for case, tried in zip(cases, launches, strict=True)
@@ -100,7 +109,7 @@ def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
     for case, tried, drawn in described:
         ready = [next(compiled) for _ in tried]
         try:
-            yardstick = _yardstick(twin, case, drawn)
+            yardstick = Yardstick.of(case.workload, drawn)
             records = [measure(i, yardstick, QUICK, kernel=f"{case.kernel}_kernel") for i in ready]
         except Exception as error:  # after a kernel that broke the GPU: keep what is measured
             blank = blank_record(ready[0], case.workload)
@@ -110,20 +119,21 @@ def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
     return _renewed(table, gpu, choices, module), choices
 
 
-def _launches(case: Case, table: Any, gpu: Any, module: ModuleType) -> list[Any]:
+def _launches(twin: Twin, case: Case, table: Any, gpu: Any) -> list[Any]:
     """What the table has for the case's workload, and then the candidates."""
+    module = importlib.import_module(f"{twin.package}.launch_table")
     workload = case.workload
-    longest = int(workload.lengths.max())
-    rows = workload.tokens * workload.heads
+    longest, rows = int(workload.lengths.max()), workload.tokens * workload.heads
     shape = module.Shape(case.kernel, "half", workload.head_dim, longest, rows)
-    bounded = module.__name__.startswith("triton")  # Pallas has no bound on registers
+    bounded = twin.bounds_registers
     candidates = [fields for fields in case.candidates if bounded or "maxnreg" not in fields]
     tried = [table.find(gpu, shape), *(module.Launch(**fields) for fields in candidates)]
     return list(dict.fromkeys(tried))
 
 
 def _row(case: Case, launch: Any, module: ModuleType) -> Any:
-    return module.Row(case.kernel, launch, "half", case.max_head_dim, case.max_length)
+    conditions = case.max_head_dim, case.max_length, case.max_rows
+    return module.Row(case.kernel, launch, "half", *conditions)
 
 
 def _table_of(row: Any, table: Any, gpu: Any) -> Any:
@@ -149,17 +159,12 @@ def _candidate(twin: Twin, case: Case, table: Any) -> KernelImplementation:
 
 
 def _prepare(twin: Twin, case: Case, table: Any, workload: KernelWorkload) -> KernelCall:
-    if _in_place(twin, case):
-        from compare.rotation import in_place
-
-        attend = in_place().prepare(workload)
-    else:
-        attend = partial(
-            importlib.import_module(twin.package).fused_rope_attention_qkvpacked,
-            max_seqlen=int(workload.lengths.max()),
-            fuse=case.fuse,
-            implementation="triton",
-        )
+    attend = partial(
+        importlib.import_module(twin.package).fused_rope_attention_qkvpacked,
+        max_seqlen=int(workload.lengths.max()),
+        fuse=case.fuse,
+        implementation="triton",
+    )
 
     def call(*arguments: Any) -> Any:
         with twin.launch.launching_by(table):
@@ -170,17 +175,6 @@ def _prepare(twin: Twin, case: Case, table: Any, workload: KernelWorkload) -> Ke
     import jax
 
     return jax.jit(call)
-
-
-def _in_place(twin: Twin, case: Case) -> bool:
-    """Whether the rotation is measured by itself: in JAX it is one kernel of a call, by name."""
-    return case.kernel == "rotate" and twin.framework == "torch"
-
-
-def _yardstick(twin: Twin, case: Case, inputs: Any) -> Yardstick:
-    if _in_place(twin, case):
-        return Yardstick.of_rotation(case.workload, inputs)
-    return Yardstick.of(case.workload, inputs)
 
 
 def _choose(case: Case, tried: Sequence[Any], records: Sequence[Record]) -> Choice:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from compare.workloads import KernelWorkload, segments, variant
+from compare.workloads import KERNEL_WORKLOADS, KernelWorkload, segments, variant
 
 # A launch as plain values, by the names of the packages' own Launch.
 Fields = dict[str, int]
@@ -17,11 +17,13 @@ _WINDOWS = (16, 32, 64, 128)
 _STREAMS = ((256, 256), (1024, 1024), (4096, None))
 
 _WINDOW_WARPS = {16: (1, 2, 4), 32: (1, 2, 4), 64: (2, 4, 8), 128: (4, 8)}
-# Rows of a query tile, rows of a key tile, warps, stages.
+# Rows of a query tile, rows of a key tile, warps, stages, and a bound on registers.
 _STREAM_TILES = (
-    (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3),
-    (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
+    (64, 64, 4, 3), (64, 64, 4, 3, 168), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 3, 128),
+    (128, 128, 8, 2),
 )  # fmt: skip
+# One image so small that its tiles fill the GPU about once.
+_SHORT = KERNEL_WORKLOADS["frames-672"]
 _ROTATE_TILES = tuple(itertools.product((8, 16, 32), (2, 4, 8)))
 
 
@@ -36,6 +38,7 @@ class Case:
         workload: what is measured for it.
         fuse: so that the kernel does what it does by default.
         candidates: launches to try beside the one in the table.
+        max_rows: most tokens times heads of the class, None where any number is.
     """
 
     kernel: str
@@ -44,10 +47,12 @@ class Case:
     workload: KernelWorkload
     fuse: str
     candidates: tuple[Fields, ...]
+    max_rows: int | None = None
 
     def __str__(self) -> str:
         length = f", length <= {self.max_length}" if self.max_length else ""
-        return f"{self.kernel}, head_dim <= {self.max_head_dim}{length}"
+        rows = f", rows <= {self.max_rows}" if self.max_rows else ""
+        return f"{self.kernel}, head_dim <= {self.max_head_dim}{length}{rows}"
 
 
 def tuning_cases(kernels: tuple[str, ...]) -> list[Case]:
@@ -60,16 +65,20 @@ def _window_cases() -> Iterator[Case]:
     for (head_dim, largest), length in itertools.product(_HEAD_DIMS, _WINDOWS):
         tries = [_fields(length, length, warps, 1) for warps in _WINDOW_WARPS[length]]
         if length == 64:
-            tries.append(_fields(64, 64, 4, 1) | {"maxnreg": 128})
+            tries.append(_fields(64, 64, 4, 1, 128))
         workload = variant(segments(length), head_dim=head_dim)
         yield Case("window", largest, length, workload, "qk", tuple(tries))
 
 
 def _stream_cases() -> Iterator[Case]:
-    for (head_dim, largest), (length, longest) in itertools.product(_HEAD_DIMS, _STREAMS):
-        tries = [_fields(*tile) for tile in _STREAM_TILES]
-        workload = variant(segments(length), head_dim=head_dim)
-        yield Case("stream", largest, longest, workload, "none", tuple(tries))
+    tries = tuple(_fields(*tile) for tile in _STREAM_TILES)
+    for head_dim, largest in _HEAD_DIMS:
+        workload = variant(_SHORT, head_dim=head_dim)
+        rows = workload.tokens * workload.heads
+        yield Case("stream", largest, None, workload, "none", tries, rows)
+        for length, longest in _STREAMS:
+            workload = variant(segments(length), head_dim=head_dim)
+            yield Case("stream", largest, longest, workload, "none", tries)
 
 
 def _rotate_cases() -> Iterator[Case]:
@@ -79,10 +88,13 @@ def _rotate_cases() -> Iterator[Case]:
         yield Case("rotate", largest, None, workload, "none", tuple(tries))
 
 
-def _fields(block: int, block_k: int, num_warps: int, num_stages: int) -> Fields:
-    return {
+def _fields(
+    block: int, block_k: int, num_warps: int, num_stages: int, maxnreg: int | None = None
+) -> Fields:
+    fields = {
         "block": block,
         "block_k": block_k,
         "num_warps": num_warps,
         "num_stages": num_stages,
     }
+    return fields | {"maxnreg": maxnreg} if maxnreg else fields

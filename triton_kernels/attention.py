@@ -165,7 +165,7 @@ def _launch(
     tokens, heads, head_dim = q.shape
     segments = cu_seqlens.shape[0] - 1
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    aligned, strides = _strides((q, k, v), (cos, sin))
+    aligned, angle_unit, strides = _strides((q, k, v), (cos, sin))
     if aligned and max_seqlen <= window_limit(q.dtype):
         launch = find_launch("window", q, max_seqlen)
         kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
@@ -179,7 +179,7 @@ def _launch(
         kernel, programs, launch, aligned,
         (q, k, v, out, cos, sin, cu_seqlens, tokens, segments, scale * LOG2_E, *strides),
         (
-            heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned,
+            heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit,
             fuse != "none", fuse == "qk", *blocks,
         ),
     )  # fmt: skip
@@ -188,19 +188,22 @@ def _launch(
 
 def _strides(
     tensors: tuple[torch.Tensor, ...], angles: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[bool, tuple[int, ...]]:
-    """Whether all is aligned to 16 bytes, and the token and head strides in the kernels' units."""
+) -> tuple[bool, int, tuple[int, ...]]:
+    """Whether rows are aligned to 16 bytes, the unit of the angles' stride, and in the kernels'
+    units the token and head strides and the angles'.
+    """
     strides = [stride for x in tensors for stride in x.stride()[:2]]
     angle_stride = angles[0].stride(0)
     # The low bits of all at once: this runs in every call.
-    bits = angle_stride * 4
+    bits = 0
     for stride in strides:
         bits |= stride * 2
     for x in (*tensors, *angles):
         bits |= x.data_ptr()
     if bits % 16:
-        return False, (*strides, angle_stride)
-    return True, (*[stride // 8 for stride in strides], angle_stride // 4)
+        return False, 1, (*strides, angle_stride)
+    unit = math.gcd(angle_stride, 4)
+    return True, unit, (*[stride // 8 for stride in strides], angle_stride // unit)
 
 
 def _rotate_both(
@@ -224,14 +227,14 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     """x [tokens, heads, head_dim] rotated, in the paired order that the attention kernels read."""
     tokens, heads, head_dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    aligned, strides = _strides((x, out), (cos, sin))
+    aligned, angle_unit, strides = _strides((x, out), (cos, sin))
     launch, split = find_launch("rotate", x, 1, aligned), head_split(head_dim)
     programs = triton.cdiv(tokens, launch.block) * triton.cdiv(heads, launch.block_k)
     run(
         rotate_kernel, programs, launch, aligned,
         (x, out, cos, sin, tokens, heads, *strides),
         (
-            head_dim, 2 * cos.shape[1], split.main, split.tail, aligned,
+            head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit,
             launch.block, launch.block_k,
         ),
     )  # fmt: skip
@@ -248,9 +251,10 @@ def rotate_in_order(
     tokens, heads, _ = x.shape
     half = cos.shape[1]
     vector = math.gcd(half, 16 // x.element_size())
-    aligned, strides = _strides((x, out), (cos, sin))
+    aligned, angle_unit, strides = _strides((x, out), (cos, sin))
     programs = triton.cdiv(tokens * heads * (half // vector), IN_ORDER.block)
     run(
         rotate_in_order_kernel, programs, IN_ORDER, aligned,
-        (x, out, cos, sin, tokens, heads, *strides), (half, vector, aligned, IN_ORDER.block),
+        (x, out, cos, sin, tokens, heads, *strides),
+        (half, vector, aligned, angle_unit, IN_ORDER.block),
     )  # fmt: skip

@@ -35,8 +35,8 @@ def rotate_kernel(
     # shape of a head and how it is cut
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr,
-    # strides of x and out come in units of 8 elements and the angles' of 4; else of 1
-    ALIGNED: tl.constexpr,
+    # strides of x and out come in units of 8 elements, else of 1; the angles' of ANGLE_UNIT
+    ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
     # rows of a tile, heads of a program
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def rotate_kernel(
     x_stride, out_stride = x_stride * UNIT, out_stride * UNIT
     x_head_stride = x_head_stride.to(tl.int64) * UNIT
     out_head_stride = out_head_stride.to(tl.int64) * UNIT
-    angle_stride = angle_stride * (4 if ALIGNED else 1)
+    angle_stride = angle_stride * ANGLE_UNIT
     groups = tl.cdiv(heads, GROUP)
     first = (tl.program_id(0) // groups).to(tl.int64) * BLOCK
     first_head = (tl.program_id(0) % groups) * GROUP
@@ -105,8 +105,8 @@ def rotate_in_order_kernel(
     angle_stride,
     # pairs of a head, and of a vector, which divides them
     HALF: tl.constexpr, VECTOR: tl.constexpr,
-    # strides of x and out come in units of 8 elements and the angles' of 4; else of 1
-    ALIGNED: tl.constexpr,
+    # strides of x and out come in units of 8 elements, else of 1; the angles' of ANGLE_UNIT
+    ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
     # vectors of a program
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +119,7 @@ def rotate_in_order_kernel(
     x_stride, out_stride = x_stride * UNIT, out_stride * UNIT
     x_head_stride = x_head_stride.to(tl.int64) * UNIT
     out_head_stride = out_head_stride.to(tl.int64) * UNIT
-    angle_stride = angle_stride * (4 if ALIGNED else 1)
+    angle_stride = angle_stride * ANGLE_UNIT
     # The program's first row (a token's head) and its token by 64 bits, what counts from there 32.
     VECTORS: tl.constexpr = HALF // VECTOR
     first = tl.program_id(0).to(tl.int64) * BLOCK

@@ -46,8 +46,8 @@ def stream_kernel(
     # shape of a head and how it is cut
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr,
-    # strides of q, k, v come in units of 8 elements and the angles' of 4; else of 1
-    ALIGNED: tl.constexpr,
+    # strides of q, k, v come in units of 8 elements, else of 1; the angles' in units of ANGLE_UNIT
+    ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
     # what is rotated here
     ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
     # rows of a query tile and of a key tile
@@ -57,7 +57,7 @@ def stream_kernel(
     # Written out, the factors tell the compiler that it may load 16 bytes at a time.
     UNIT: tl.constexpr = 8 if ALIGNED else 1
     q_stride, k_stride, v_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT
-    angle_stride = angle_stride * (4 if ALIGNED else 1)
+    angle_stride = angle_stride * ANGLE_UNIT
     blocks = tl.cdiv(tokens, BLOCK)
     head = tl.program_id(0) // blocks
     block_start = (tl.program_id(0) % blocks) * BLOCK

@@ -41,8 +41,8 @@ def window_kernel(
     # shape of a head and how it is cut
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr,
-    # strides of q, k, v come in units of 8 elements and the angles' of 4; else of 1
-    ALIGNED: tl.constexpr,
+    # strides of q, k, v come in units of 8 elements, else of 1; the angles' in units of ANGLE_UNIT
+    ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
     # what is rotated here
     ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
     # rows of a tile, at least the longest segment
@@ -52,7 +52,7 @@ def window_kernel(
     # Written out, the factors tell the compiler that it may load 16 bytes at a time.
     UNIT: tl.constexpr = 8 if ALIGNED else 1
     q_stride, k_stride, v_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT
-    angle_stride = angle_stride * (4 if ALIGNED else 1)
+    angle_stride = angle_stride * ANGLE_UNIT
     segment = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     dtype = out_ptr.dtype.element_ty

@@ -13,6 +13,7 @@ from compare.oracle import unfused
 from compare.tune import TWINS
 from compare.tuning_cases import Case
 from compare.workloads import KernelWorkload
+from compare.yardstick import Yardstick
 from tests.compare.clocks import stand_in_clocks
 from triton_kernels.launch_table import Gpu, Launch, Row, Shape, Table
 
@@ -137,7 +138,7 @@ def test_a_candidate_computes_what_it_should(name, kernel):
     call = tune._candidate(twin, made, table).prepare(TINY)
     in_jax = twin.framework == "jax"
     output = call(*(jax_arguments(inputs) if in_jax else torch_arguments(inputs)))
-    yardstick = tune._yardstick(twin, made, inputs)
+    yardstick = Yardstick.of(TINY, inputs)
     assert yardstick.judge([from_jax(output) if in_jax else output]).passed
 
 
