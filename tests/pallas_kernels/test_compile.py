@@ -5,12 +5,16 @@ What launches them is in JAX's CUDA plugin, for which a stand-in notes what it i
 
 import importlib.util
 import re
+import sys
 import types
 
 import pytest
 
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
 from pallas_kernels import compile as compile_module
-from pallas_kernels import launch
+from pallas_kernels import launch, triton_lowering
 from pallas_kernels.compile import compiler, compiling_by
 from pallas_kernels.launch_table import Gpu
 from tests.kernel_contract import STREAM
@@ -18,9 +22,6 @@ from tests.pallas_kernels.test_lowering import HEADS, SEGMENTS, TOKENS, lower
 from tests.triton_kernels.compile_ahead import inspect_machine_code
 from tests.triton_kernels.loop_spills import loop_spills
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
 POINTERS = {"window_kernel": 7, "stream_kernel": 7, "rotate_kernel": 4}
 
 
@@ -43,15 +44,15 @@ def launcher(monkeypatch):
             return zeroed, alignment
 
     found = Launcher()
-    compile_ir = compile_module.compile_ir
+    compile_ir = triton_lowering.compile_ir
 
     def noting(*arguments):
         compiled = compile_ir(*arguments)
         found.binaries.append(compiled.asm["cubin"])
         return compiled
 
-    monkeypatch.setattr(compile_module, "gpu_triton", found)
-    monkeypatch.setattr(compile_module, "compile_ir", noting)
+    monkeypatch.setattr(triton_lowering, "gpu_triton", found)
+    monkeypatch.setattr(triton_lowering, "compile_ir", noting)
     monkeypatch.setattr(launch, "gpu", lambda: Gpu("NVIDIA H200", "9.0"))
     with compiling_by("triton"):
         yield found
@@ -92,7 +93,7 @@ def test_ir_that_triton_refuses_is_left_to_xla(launcher, monkeypatch):
     def refuse(*_):
         raise ValueError("unknown operation")
 
-    monkeypatch.setattr(compile_module, "compile_ir", refuse)
+    monkeypatch.setattr(triton_lowering, "compile_ir", refuse)
     with pytest.warns(UserWarning, match="which XLA compiles instead: unknown operation"):
         module = lower(max_seqlen=64)
     assert module.count("__gpu$xla.gpu.triton") == 1
@@ -106,16 +107,19 @@ def test_xla_may_be_asked_for(launcher):
     assert launcher.kernels == []
 
 
-def test_the_default_needs_triton_and_a_launcher(monkeypatch):
-    def default(launcher, triton):
+def test_the_default_needs_triton_a_launcher_and_the_internals(monkeypatch):
+    def default(launchable, triton):
         compile_module._default_compiler.cache_clear()
-        monkeypatch.setattr(compile_module, "gpu_triton", types.SimpleNamespace(**launcher))
+        monkeypatch.setattr(triton_lowering, "can_launch", lambda: launchable)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: triton)
         return compiler()
 
-    assert default({}, "a spec") == "xla"
-    assert default({"TritonKernelCall": object}, None) == "xla"
-    assert default({"TritonKernelCall": object}, "a spec") == "triton"
+    assert default(False, "a spec") == "xla"
+    assert default(True, None) == "xla"
+    assert default(True, "a spec") == "triton"
+    monkeypatch.delattr("pallas_kernels.triton_lowering")
+    monkeypatch.setitem(sys.modules, "pallas_kernels.triton_lowering", None)
+    assert default(True, "a spec") == "xla"
     compile_module._default_compiler.cache_clear()
 
 
