@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from compare.console import number
+from compare.families import OURS, RecordDict, ranking, size, timed
 from compare.fusion_table import Cell
-from compare.markdown import OURS, RecordDict, ranking, size, timed
 from compare.results import Results
 
 _INK, _SOFT_INK, _PEER = "#1f2937", "#6b7280", "#cbd5e1"

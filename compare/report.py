@@ -5,9 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from compare import markdown, results
+from compare.check_tables import agreement_line, layer_table, trust_table
 from compare.errors import InputError, UnavailableError
+from compare.families import families, layer_families, ranking
 from compare.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.results import Results
+from compare.timing_tables import ratio_table, timing_table
+from compare.tower_tables import group_table, rate_table, resource_table
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 PARTS = ("agreement", "trust", "kernels", "fusion", "towers", "integration")
@@ -125,14 +129,14 @@ def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) ->
 
 
 def _agreement(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
-    yield "Agreement", None, markdown.agreement_line(measured)
-    for family, records in markdown.layer_families(measured).items():
+    yield "Agreement", None, agreement_line(measured)
+    for family, records in layer_families(measured).items():
         title = f"{_title(family)}, layer by layer"
-        yield title, f"{family}-layers.svg", markdown.layer_table(records)
+        yield title, f"{family}-layers.svg", layer_table(records)
 
 
 def _trust(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
-    yield "Under stress", None, markdown.trust_table(measured)
+    yield "Under stress", None, trust_table(measured)
 
 
 def _fusion(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
@@ -145,14 +149,14 @@ def _fusion(measured: Results, full: bool) -> Iterator[tuple[str, str | None, st
 
 
 def _timings(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
-    for family, workloads in markdown.families(measured).items():
-        texts = [markdown.timing_table(measured, workloads)]
+    for family, workloads in families(measured).items():
+        texts = [timing_table(measured, workloads)]
         if measured.part == "kernels":
-            texts.append(markdown.ratio_table(measured, workloads))
+            texts.append(ratio_table(measured, workloads))
         else:
-            texts.append(markdown.rate_table(measured, workloads))
-            texts.append(markdown.group_table(measured, workloads))
-            texts.append(markdown.resource_table(measured, workloads))
+            texts.append(rate_table(measured, workloads))
+            texts.append(group_table(measured, workloads))
+            texts.append(resource_table(measured, workloads))
         texts.append(_METHODS[measured.part])
         yield _title(family), f"{family}.svg", "\n\n".join(filter(None, texts))
 
@@ -166,7 +170,7 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
         ) from None
     for part, measured in parts.items():
         if part == "agreement":
-            for family, records in markdown.layer_families(measured).items():
+            for family, records in layer_families(measured).items():
                 charts.layer_chart(records, _title(family), folder / f"{family}-layers.svg")
             continue
         if part == "trust":
@@ -175,8 +179,8 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
             if cells := cells_of(measured.records):
                 charts.fusion_chart(cells, folder / "fusion.svg")
             continue
-        for family, workloads in markdown.families(measured).items():
-            if markdown.ranking(measured, workloads):
+        for family, workloads in families(measured).items():
+            if ranking(measured, workloads):
                 path = folder / f"{family}.svg"
                 charts.timing_chart(measured, workloads, _title(family), path)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compare import cli, environment, results
+from compare import cli, environment, parts, results
 from compare.results import Record
 from tests.compare import synthetic
 
@@ -50,7 +50,7 @@ def sentence(capsys):
 def test_agreement_writes_its_file_and_succeeds(agreement, tmp_path, capsys):
     agreement["kernels"] = [passing()]
     path = tmp_path / "a" / "agreement.json"
-    assert cli.main(["agreement", "--json", str(path)]) == cli.AGREES
+    assert cli.main(["agreement", "--json", str(path)]) == parts.AGREES
     assert results.read(path).part == "agreement"
     assert "Agreement holds: 1 checks" in capsys.readouterr().out
 
@@ -60,21 +60,21 @@ def test_disagreement_is_status_1_and_still_written(agreement, part, tmp_path, c
     agreement["kernels"] = [passing()]
     agreement[part] = [passing(), failing()]
     path = tmp_path / "agreement.json"
-    assert cli.main(["agreement", "--json", str(path)]) == cli.DISAGREES
+    assert cli.main(["agreement", "--json", str(path)]) == parts.DISAGREES
     assert "Agreement FAILED: 1 of" in capsys.readouterr().out
     assert path.is_file()
 
 
 def test_without_a_gpu_the_main_job_is_agreement(without_gpu, agreement, tmp_path, capsys):
     agreement["towers"] = [passing("flax")]
-    assert cli.main(["--results", str(tmp_path)]) == cli.AGREES
+    assert cli.main(["--results", str(tmp_path)]) == parts.AGREES
     assert "A GPU would add" in capsys.readouterr().out
     assert results.read(tmp_path / "cpu" / "agreement.json").records[0]["implementation"] == "flax"
     agreement["towers"] = [failing("flax")]
-    assert cli.main([]) == cli.DISAGREES
+    assert cli.main([]) == parts.DISAGREES
 
 
-@pytest.mark.parametrize(("findings", "status"), [(0, cli.AGREES), (2, cli.DISAGREES)])
+@pytest.mark.parametrize(("findings", "status"), [(0, parts.AGREES), (2, parts.DISAGREES)])
 def test_stress_writes_its_file_and_says_what_it_found(
     monkeypatch, findings, status, tmp_path, capsys
 ):
@@ -94,40 +94,40 @@ def test_stress_writes_its_file_and_says_what_it_found(
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
 def test_stress_takes_a_positive_time(seconds, capsys):
-    assert cli.main(["trust", "--seconds", seconds]) == cli.BAD_INPUT
+    assert cli.main(["trust", "--seconds", seconds]) == parts.BAD_INPUT
     assert "expected a positive number" in sentence(capsys)
 
 
 @pytest.mark.parametrize("part", ["kernels", "fusion", "towers", "integration"])
 def test_benchmarks_need_a_gpu(without_gpu, part, capsys):
-    assert cli.main([part]) == cli.BAD_INPUT
+    assert cli.main([part]) == parts.BAD_INPUT
     assert f"{part} measures on a CUDA GPU, and this machine has none" in sentence(capsys)
 
 
 @pytest.mark.parametrize("part", ["kernels", "towers", "integration"])
 def test_an_unknown_workload_is_named(part, capsys):
-    assert cli.main([part, "--workload", "windows-7"]) == cli.BAD_INPUT
+    assert cli.main([part, "--workload", "windows-7"]) == parts.BAD_INPUT
     assert "unknown workload 'windows-7'; known: " in sentence(capsys)
 
 
 @pytest.mark.parametrize("arguments", [["dance"], ["--fast"], ["kernels", "--json"]])
 def test_arguments_that_do_not_exist(arguments, capsys):
-    assert cli.main(arguments) == cli.BAD_INPUT
+    assert cli.main(arguments) == parts.BAD_INPUT
     assert "--help lists what there is" in sentence(capsys)
 
 
 def test_a_place_that_cannot_be_written_is_refused_first(agreement, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert cli.main(["agreement", "--json", str(tmp_path / "file" / "a.json")]) == cli.BAD_INPUT
+    assert cli.main(["agreement", "--json", str(tmp_path / "file" / "a.json")]) == parts.BAD_INPUT
     assert "cannot make the directory" in sentence(capsys)
 
 
 def test_report_from_unreadable_results(tmp_path, capsys):
-    assert cli.main(["report", "--results", str(tmp_path)]) == cli.BAD_INPUT
+    assert cli.main(["report", "--results", str(tmp_path)]) == parts.BAD_INPUT
     assert "no results in" in sentence(capsys)
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "kernels.json").write_text("{")
-    assert cli.main(["report", "--results", str(tmp_path)]) == cli.BAD_INPUT
+    assert cli.main(["report", "--results", str(tmp_path)]) == parts.BAD_INPUT
     assert "cannot read results from" in sentence(capsys)
 
 
@@ -137,7 +137,7 @@ def test_report_and_readme(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("<!-- results:begin --><!-- results:end -->")
     arguments = ["report", "--results", str(tmp_path), "--readme", str(readme)]
-    assert cli.main(arguments) == cli.AGREES
+    assert cli.main(arguments) == parts.AGREES
     assert (tmp_path / "report.md").is_file()
     assert "![" in readme.read_text()
 
@@ -161,5 +161,5 @@ def test_the_module_runs_and_imports_no_framework_for_help():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     command = [sys.executable, "-m", "compare", "dance"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == cli.BAD_INPUT
+    assert done.returncode == parts.BAD_INPUT
     assert done.stderr.startswith("compare: ")

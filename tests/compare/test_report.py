@@ -8,9 +8,12 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from compare import markdown, report, results
+from compare import report, results
+from compare.check_tables import agreement_line
 from compare.errors import InputError
+from compare.families import families, size
 from compare.results import Record
+from compare.timing_tables import ratio_table, timing_table
 from compare.workloads import FRAMES_MIX, FRAMES_MIX_PARTS
 from tests.compare import synthetic
 
@@ -54,7 +57,7 @@ def test_the_same_results_give_the_same_files(directory):
 def test_timing_table():
     records = synthetic.timing_records(("windows",), synthetic.KERNELS)
     measured = synthetic.as_results("kernels", records)
-    rows = markdown.timing_table(measured, [f"windows-{side}" for side in synthetic.SIDES])
+    rows = timing_table(measured, [f"windows-{side}" for side in synthetic.SIDES])
     lines = rows.splitlines()
     assert lines[0].startswith("| windows | 448, µs |")
     assert lines[2].startswith("| floor | 2.5 |")
@@ -67,7 +70,7 @@ def test_timing_table():
 
 
 def ratios(records, workloads):
-    return markdown.ratio_table(synthetic.as_results("kernels", records), workloads)
+    return ratio_table(synthetic.as_results("kernels", records), workloads)
 
 
 def test_ratios():
@@ -90,16 +93,16 @@ def test_families_and_sizes():
     records = [
         Record(name, "torch") for name in ("windows-448", "qwen3-tower-video-16x448", "tower-448")
     ]
-    found = markdown.families(synthetic.as_results("towers", records))
+    found = families(synthetic.as_results("towers", records))
     assert list(found) == ["windows", "qwen3-tower", "tower"]
-    sizes = [markdown.size(name) for workloads in found.values() for name in workloads]
+    sizes = [size(name) for workloads in found.values() for name in workloads]
     assert sizes == ["448", "video-16x448", "448"]
 
 
 def test_integration_sets_hugging_face_against_the_accelerated_tower():
     records = synthetic.timing_records(("integration",), synthetic.INTEGRATION)
     measured = synthetic.as_results("integration", records)
-    lines = markdown.timing_table(measured, ["integration-448"]).splitlines()
+    lines = timing_table(measured, ["integration-448"]).splitlines()
     assert lines[0].startswith("| integration | 448, ms |")
     assert lines[3].startswith("| **accelerated** | **6** (0% of floor) |")
     assert lines[4].startswith("| **accelerated, compiled** | **5** (0% of floor) |")
@@ -132,7 +135,7 @@ def test_the_mix_is_held_against_its_parts():
 
 def test_failures_show():
     records = [*synthetic.agreement_records(), Record("w", "triton", passed=False)]
-    line = markdown.agreement_line(synthetic.as_results("agreement", records))
+    line = agreement_line(synthetic.as_results("agreement", records))
     assert "**1 fail**" in line
 
 

@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("jax")
 pytest.importorskip("transformers")
 
-from compare import guards, markdown, trust, trust_inputs, trust_server
+from compare import guards, trust, trust_inputs, trust_server
 from compare.arrays import torch_arguments
+from compare.check_tables import trust_table
 from compare.towers import our_towers
 from compare.trust_server import Traffic
 from compare.trust_subjects import MemoryFault, Subject, Triton
@@ -286,7 +287,7 @@ def test_the_table_tells_cases_and_findings():
         "server", "torch", "calls", 9, [], host_growth_mib=3.2, device_growth_mib=0.0
     )
     assert [good.passed, bad.passed, empty.passed] == [True, False, False]
-    table = markdown.trust_table(synthetic.as_results("trust", [good, bad, server]))
+    table = trust_table(synthetic.as_results("trust", [good, bad, server]))
     assert "| anything | triton 1,234, pallas 10 | nothing wrong; **pallas: 2 findings**" in table
     assert "row 3 is NaN" in table
     assert "| torch 9 | torch: nothing wrong, memory +3 MiB on the host and +0 on" in table

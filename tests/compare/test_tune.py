@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("jax")
 
-from compare import cli, environment, results, tune, tuning_cases
+from compare import cli, environment, parts, results, tune, tuning_cases
 from compare.implementations import KernelImplementation
 from compare.oracle import unfused
 from compare.tune import TWINS
@@ -159,12 +159,12 @@ def test_cases_and_candidates_are_well_formed():
 def test_the_command(times, monkeypatch, tmp_path, write, capsys):
     times.update({4: 2.0, 2: 1.0})
     monkeypatch.setattr(environment, "has_gpu", lambda: True)
-    monkeypatch.setattr(cli, "_check_pytorch", lambda: None)
+    monkeypatch.setattr(parts, "_check_pytorch", lambda: None)
     monkeypatch.setattr(tuning_cases, "tuning_cases", lambda kernels: [case(2)])
     table = TWINS["triton"].launch.TABLE_FILE
     before = table.read_text()
     arguments = ["tune", "--package", "triton", "--json", str(tmp_path / "tune.json")]
-    assert cli.main([*arguments, "--write"] if write else arguments) == cli.AGREES
+    assert cli.main([*arguments, "--write"] if write else arguments) == parts.AGREES
     found = results.read(tmp_path / "tune.json").records
     assert [(record["num_warps"], record["chosen"]) for record in found] == [(4, False), (2, True)]
     assert (table.read_text() != before) == write
@@ -174,5 +174,5 @@ def test_the_command(times, monkeypatch, tmp_path, write, capsys):
 
 @pytest.mark.parametrize("arguments", [["--kernel", "wave"], ["--package", "cuda"]])
 def test_unknown_choices(arguments, capsys):
-    assert cli.main(["tune", *arguments]) == cli.BAD_INPUT
+    assert cli.main(["tune", *arguments]) == parts.BAD_INPUT
     assert "invalid choice" in capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""What agreement and stress came to, as Markdown."""
+
+from collections.abc import Sequence
+
+from compare.console import number
+from compare.families import RecordDict
+from compare.markdown import table
+from compare.results import Results
+
+_PER_LAYER_ROWS = 9
+
+
+def agreement_line(results: Results) -> str:
+    """One sentence: how many checks, how many failed, the worst of the named kernels."""
+    checks = [record for record in results.records if "passed" in record]
+    failed = sum(not record["passed"] for record in checks)
+    worst = {
+        name: max((r["relative_rms_error"] or 0 for r in checks if _is_kernel(r, name)), default=0)
+        for name in ("triton", "pallas", "pallas against triton")
+    }
+    told = ", ".join(f"{name} {number(error)}" for name, error in worst.items())
+    outcome = "all hold" if not failed else f"**{failed} fail**"
+    return f"{len(checks)} checks, {outcome}. Largest relative RMS error in bf16: {told}."
+
+
+def layer_table(records: Sequence[RecordDict]) -> str:
+    """Error of each of one family's towers after some of its layers and at the end."""
+    errors = {(r.get("layer"), r["implementation"]): r["relative_rms_error"] for r in records}
+    names = list(dict.fromkeys(r["implementation"] for r in records))
+    layers = sorted({layer for layer, _ in errors if layer is not None})
+    step = max(1, len(layers) // (_PER_LAYER_ROWS - 1))
+    rows = [
+        [label, *(number(errors.get((layer, name))) for name in names)]
+        for label, layer in [
+            *((f"layer {layer}", layer) for layer in [*layers[::step], layers[-1]]),
+            ("embeddings", None),
+        ]
+    ]
+    return table(["after", *names], list(dict.fromkeys(map(tuple, rows))))
+
+
+def trust_table(results: Results) -> str:
+    """A row for each kind of stress: what was tried, cases by kernel or tower, what came out."""
+    rows: dict[tuple[str, str], list[RecordDict]] = {}
+    for record in results.records:
+        rows.setdefault((record["workload"], record["tried"]), []).append(record)
+    return table(
+        ["tried", "cases", "what came out"],
+        [
+            [
+                tried,
+                ", ".join(f"{r['implementation']} {r['cases']:,}" for r in records),
+                "; ".join(dict.fromkeys(map(_outcome, records))),
+            ]
+            for (_, tried), records in rows.items()
+        ],
+    )
+
+
+def _outcome(record: RecordDict) -> str:
+    name = record["implementation"]
+    if not record["passed"]:
+        count = record["findings"]
+        return f"**{name}: {count} finding{'s' * (count != 1)}**, first: {record.get('note')}"
+    if "host_growth_mib" not in record:
+        return "nothing wrong"
+    host, device = (f"{record[f'{where}_growth_mib']:+.0f}" for where in ("host", "device"))
+    return f"{name}: nothing wrong, memory {host} MiB on the host and {device} on the device"
+
+
+def _is_kernel(record: RecordDict, name: str) -> bool:
+    return record["implementation"] == name and record.get("dtype") == "bfloat16"

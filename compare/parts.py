@@ -1,0 +1,201 @@
+"""What each part of `python -m compare` does: measure or check, and write the result file.
+
+Every `run_*` takes the parsed options and returns the exit status. Frameworks are imported late:
+what cannot run is refused first, and --help needs none of them.
+"""
+
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compare import environment, results
+from compare.console import say
+from compare.errors import InputError
+from compare.report import update_readme, write_report
+from compare.results import Record
+from compare.tower_workloads import INTEGRATION_WORKLOADS, TOWER_WORKLOADS
+from compare.workloads import KERNEL_WORKLOADS, choose
+
+if TYPE_CHECKING:
+    from compare.ceilings import Ceilings
+
+AGREES, DISAGREES, BAD_INPUT = 0, 1, 2
+TUNED_KERNELS = ("window", "stream", "rotate")
+
+
+@dataclass(frozen=True)
+class _ResultFile:
+    """Where a part's results go; made, and thereby refused, before anything is measured.
+
+    Attributes:
+        part: its name.
+        path: None where results are not kept: those of interpreters, unless a file is named.
+    """
+
+    part: str
+    path: Path | None
+
+    def save(self, records: list[Record], ceilings: "Ceilings | None" = None) -> None:
+        if self.path is not None:
+            limits = ceilings and ceilings.to_json()
+            results.write(results.collect(self.part, records, limits), self.path)
+            say(f"Wrote {self.path}")
+
+
+def run_agreement(options: Namespace) -> int:
+    """Hold kernels and towers against each other and against fp64."""
+    return _check_agreement(options.json)
+
+
+def run_kernels(options: Namespace) -> int:
+    """Time the kernels and the rotation of its own."""
+    from compare.rotation import ROTATION_WORKLOADS, bench_rotation
+
+    chosen = choose(KERNEL_WORKLOADS | ROTATION_WORKLOADS, options.workload)
+    file = _benchmark_file(options)
+    from compare.kernel_bench import bench_kernels
+
+    records, ceilings = bench_kernels([w for w in chosen if w.name in KERNEL_WORKLOADS])
+    rotations = [w for w in chosen if w.name in ROTATION_WORKLOADS]
+    file.save([*records, *bench_rotation(rotations, ceilings)], ceilings)
+    return AGREES
+
+
+def run_fusion(options: Namespace) -> int:
+    """Time every way of fusing."""
+    file = _benchmark_file(options)
+    from compare.fusion import measure_fusion
+
+    file.save(*measure_fusion())
+    return AGREES
+
+
+def run_tune(options: Namespace) -> int:
+    """Find the fastest launches, and put them into the packages where that is asked for."""
+    file = _benchmark_file(options)
+    from compare.tune import TWINS, tune
+    from compare.tuning_cases import tuning_cases
+
+    cases = tuning_cases(tuple(options.kernel or TUNED_KERNELS))
+    records = []
+    for name in options.package or TWINS:
+        table, choices = tune(TWINS[name], cases)
+        records += [record for choice in choices for record in choice.records]
+        if options.write:
+            launches = TWINS[name].launch.TABLE_FILE
+            results.write_text(table.to_text(), launches)
+            say(f"Wrote {launches}")
+    file.save(records)
+    return AGREES
+
+
+def run_towers(options: Namespace) -> int:
+    """Time the towers and Hugging Face's."""
+    workloads = choose(TOWER_WORKLOADS, options.workload)
+    file = _benchmark_file(options)
+    from compare.tower_bench import bench_towers
+
+    file.save(*bench_towers(workloads))
+    return AGREES
+
+
+def run_integration(options: Namespace) -> int:
+    """Time Hugging Face's tower with and without accelerate."""
+    workloads = choose(INTEGRATION_WORKLOADS, options.workload)
+    file = _benchmark_file(options)
+    from compare.integration import bench_integration
+
+    file.save(*bench_integration(workloads))
+    return AGREES
+
+
+def run_trust(options: Namespace) -> int:
+    """Put kernels and towers under stress."""
+    file = _result_file(options.part, options.json)
+    from compare.trust import check_trust
+
+    records = check_trust(options.seconds)
+    file.save(records)
+    failed = [record for record in records if not record.passed]
+    if failed:
+        say(f"Stress found something in {len(failed)} of {len(records)} checks: see the table.")
+        return DISAGREES
+    say(f"Stress found nothing: {sum(record.details['cases'] for record in records)} cases.")
+    return AGREES
+
+
+def run_report(options: Namespace) -> int:
+    """Write the report, and renew a README's results where one is named."""
+    out = write_report(options.results, options.out or options.results / "report.md")
+    say(f"Wrote {out}")
+    if options.readme is not None:
+        update_readme(options.readme, options.results)
+        say(f"Renewed the results in {options.readme}")
+    return AGREES
+
+
+def run_everything(options: Namespace) -> int:
+    """All that a newcomer wants to see: the main parts on a GPU, else agreement on small shapes."""
+    if not environment.has_gpu():
+        path = options.results and results.default_path("agreement", "CPU", options.results)
+        status = _check_agreement(path)
+        say(
+            "No CUDA GPU here: the kernels ran in their interpreters, on small shapes. A GPU would "
+            "add agreement at real size, timings beside the peers', and the report."
+        )
+        return status
+    directory = options.results or results.DEFAULT_DIRECTORY
+    status = AGREES
+    for part in ("agreement", "kernels", "towers", "integration"):
+        path = results.default_path(part, environment.device_name(), directory)
+        # A process of its own: peak memory counts from zero, and no part can spoil the next.
+        command = [sys.executable, "-m", "compare", part, "--json", str(path)]
+        code = subprocess.run(command, check=False).returncode
+        # A part that was killed has a status of its own kind, which is no agreement either.
+        status = max(status, code if code in (AGREES, BAD_INPUT) else DISAGREES)
+    say(f"Wrote {write_report(directory, directory / 'report.md')}")
+    return status
+
+
+def _check_agreement(path: Path | None) -> int:
+    file = _result_file("agreement", path)
+    from compare.agreement import check_kernels
+    from compare.tower_agreement import check_towers
+
+    records = [*check_kernels(), *check_towers()]
+    file.save(records)
+    failed = [record for record in records if record.passed is False]
+    if failed:
+        say(f"Agreement FAILED: {len(failed)} of {len(records)} checks, marked in the tables.")
+        return DISAGREES
+    say(f"Agreement holds: {len(records)} checks.")
+    return AGREES
+
+
+def _benchmark_file(options: Namespace) -> _ResultFile:
+    if not environment.has_gpu():
+        raise InputError(f"{options.part} measures on a CUDA GPU, and this machine has none")
+    return _result_file(options.part, options.json)
+
+
+def _result_file(part: str, path: Path | None) -> _ResultFile:
+    """Refuse what cannot work before anything is measured."""
+    if environment.has_gpu():
+        _check_pytorch()
+        path = path or results.default_path(part, environment.device_name())
+    if path is not None:
+        results.check_writable(path)
+    return _ResultFile(part, path)
+
+
+def _check_pytorch() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError(
+            f"there is a CUDA GPU here, but PyTorch {torch.__version__} does not see it: install "
+            "PyTorch with CUDA, or hide the GPU by CUDA_VISIBLE_DEVICES= to compare on the CPU"
+        )
