@@ -38,7 +38,7 @@ def fused_rope_attention(
 
     Args:
         q, k, v: [tokens, heads, head_dim], bf16, fp16 or fp32, any strides with a contiguous last
-            axis; head_dim a multiple of 8 up to 256.
+            axis, that of tokens at most 2^23 elements; head_dim a multiple of 8 up to 256.
         cos, sin: [tokens, rotary_dim / 2] fp32, the angles of each token, applied in the split-half
             (NeoX) form. Dims of a head behind rotary_dim pass unrotated.
         cu_seqlens: [segments + 1] int32, cumulative segment starts. Segments may be empty; tokens
@@ -57,7 +57,8 @@ def fused_rope_attention(
         [tokens, heads, head_dim] in the dtype of q, contiguous; exactly 0 for padding.
 
     Raises:
-        TypeError, ValueError: a dtype, shape, device, stride or keyword is not as stated above.
+        TypeError, ValueError: a dtype, shape, device, stride or keyword is not as stated above, or
+            implementation="triton" where the kernel cannot run.
         NotImplementedError: forward-mode differentiation.
 
     Differentiable in q, k, v, cos and sin in reverse mode, repeatedly: the backward pass runs

@@ -2,6 +2,7 @@
 
 import math
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -15,8 +16,9 @@ MAX_TOKEN_STRIDE = 2**23
 MAX_TOKENS = 2**30
 MAX_SEGMENTS = 2**22
 
-# Forms of arguments that passed: looking at them anew would cost a call 5 microseconds.
-_passed: set[tuple] = set()
+# Dtypes, devices, shapes and strides that passed, which is all that is looked at of plain tensors:
+# to look anew would cost a call 5 microseconds.
+_passed: set[tuple[tuple[Any, ...], ...]] = set()
 MAX_PASSED = 4096
 
 
@@ -78,19 +80,20 @@ def check_arguments(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     everything = (*tensors, cos, sin, cu_seqlens)
+    # Not looked up: shapes in a trace, which may be symbols, and other types than plain tensors.
+    if torch.compiler.is_compiling() or {type(x) for x in everything} != {torch.Tensor}:
+        _check_tensors(tensors, names, cos, sin, cu_seqlens)
+    else:
+        forms = tuple([(x.dtype, x.device, x.shape, x.stride()) for x in everything])
+        if forms not in _passed:
+            _check_tensors(tensors, names, cos, sin, cu_seqlens)
+            if len(_passed) < MAX_PASSED:
+                _passed.add(forms)
     # PyTorch drops the tangents of an operator that has no forward mode, in silence.
     if any(forward_ad.unpack_dual(x).tangent is not None for x in everything):
         raise NotImplementedError(
             "forward-mode differentiation is not supported, use reverse mode (backward, grad)"
         )
-    forms = tuple([(type(x), x.dtype, x.device, x.shape, x.stride()) for x in everything])
-    # Shapes in a trace may be symbols, which nothing can be looked up by.
-    if torch.compiler.is_compiling() or {form[0] for form in forms} != {torch.Tensor}:
-        _check_tensors(tensors, names, cos, sin, cu_seqlens)
-    elif forms not in _passed:
-        _check_tensors(tensors, names, cos, sin, cu_seqlens)
-        if len(_passed) < MAX_PASSED:
-            _passed.add(forms)
 
 
 def _check_tensors(
@@ -100,6 +103,10 @@ def _check_tensors(
     sin: torch.Tensor,
     cu_seqlens: torch.Tensor,
 ) -> None:
+    everything = (*tensors, cos, sin, cu_seqlens)
+    for name, x in zip((*names, "cos", "sin", "cu_seqlens"), everything, strict=True):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     first = tensors[0]
     packed = len(tensors) == 1
     form = "[tokens, 3, heads, head_dim]" if packed else "[tokens, heads, head_dim]"
@@ -115,15 +122,7 @@ def _check_tensors(
             )
         if x.device != first.device:
             raise ValueError(f"{name} must be on {first.device} like {names[0]}, got {x.device}")
-        if x.stride(-1) != 1 and x.numel() > 0:
-            raise ValueError(
-                f"{name} must be contiguous in its last axis, got strides {tuple(x.stride())}"
-            )
-        if x.stride(0) > MAX_TOKEN_STRIDE:
-            raise ValueError(
-                f"{name} must have a token stride of at most {MAX_TOKEN_STRIDE} elements, "
-                f"got {x.stride(0)}"
-            )
+        _check_strides(name, x)
     tokens, head_dim = first.shape[0], first.shape[-1]
     if tokens > MAX_TOKENS:
         raise ValueError(f"at most {MAX_TOKENS} tokens are supported, got {tokens}")
@@ -133,6 +132,18 @@ def _check_tensors(
     _check_cu_seqlens_form(cu_seqlens)
     if cu_seqlens.device != first.device:
         raise ValueError(f"cu_seqlens must be on {first.device}, got {cu_seqlens.device}")
+
+
+def _check_strides(name: str, x: torch.Tensor) -> None:
+    if x.stride(-1) != 1 and x.numel() > 0:
+        raise ValueError(
+            f"{name} must be contiguous in its last axis, got strides {tuple(x.stride())}"
+        )
+    if x.stride(0) > MAX_TOKEN_STRIDE:
+        raise ValueError(
+            f"{name} must have a token stride of at most {MAX_TOKEN_STRIDE} elements, "
+            f"got {x.stride(0)}"
+        )
 
 
 def _check_angles(
@@ -153,10 +164,7 @@ def _check_angles(
                 f"sin must have the shape and strides of cos, {tuple(cos.shape)} "
                 f"{tuple(cos.stride())}, got {tuple(x.shape)} {tuple(x.stride())}"
             )
-        if (x.stride(-1) != 1 and x.numel() > 0) or x.stride(0) > MAX_TOKEN_STRIDE:
-            raise ValueError(
-                f"{name} must be contiguous in its last axis, got strides {tuple(x.stride())}"
-            )
+        _check_strides(name, x)
 
 
 def _check_cu_seqlens_form(cu_seqlens: torch.Tensor) -> None:

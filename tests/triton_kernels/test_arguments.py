@@ -1,5 +1,6 @@
 """What triton_kernels refuses."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,9 +17,11 @@ class TestReference(TorchAdapter, ArgumentContract):
     implementation = "reference"
 
 
+NAMES = ("q", "k", "v", "cos", "sin", "cu_seqlens")
+
+
 def attend(**changed):
-    names = ("q", "k", "v", "cos", "sin", "cu_seqlens")
-    arguments = dict(zip(names, map(to_torch, CASE.separate), strict=True))
+    arguments = dict(zip(NAMES, map(to_torch, CASE.separate), strict=True))
     return triton_kernels.fused_rope_attention(**arguments | changed, max_seqlen=8)
 
 
@@ -51,6 +54,13 @@ def test_the_token_stride_has_a_limit():
         triton_kernels.fused_rope_attention(x, x, x, angles, angles, cu_seqlens)
 
 
+def test_the_token_stride_of_angles_has_a_limit():
+    x, angles = torch.zeros(2, 2, 16), torch.ones(2**23 + 1 + 8).as_strided((2, 8), (2**23 + 1, 1))
+    cu_seqlens = torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cos must have a token stride of at most 8388608"):
+        triton_kernels.fused_rope_attention(x, x, x, angles, angles, cu_seqlens)
+
+
 def test_angles_must_be_contiguous_and_alike():
     wide = torch.ones(12, 16)
     with pytest.raises(ValueError, match="cos must be contiguous in its last axis"):
@@ -64,13 +74,35 @@ def test_cu_seqlens_must_be_contiguous():
         attend(cu_seqlens=torch.zeros(6, dtype=torch.int32)[::2])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_must_be_tensors(name):
+    x = dict(zip(NAMES, CASE.separate, strict=True))[name]
+    with pytest.raises(TypeError, match=rf"{name} must be a torch.Tensor, got list"):
+        attend(**{name: np.asarray(x).tolist()})
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["dtype", "device", "shape", "strides"])
+def test_what_passed_before_lets_no_other_argument_pass(name, kind):
+    x = dict(zip(NAMES, map(to_torch, CASE.separate), strict=True))[name]
+    attend()
+    wrong = {
+        "dtype": lambda: x.to(torch.float64),
+        "device": lambda: x.to("meta"),
+        "shape": lambda: x[None],
+        "strides": lambda: x.repeat_interleave(2, -1)[..., ::2],
+    }
+    for _ in range(2):  # nor does what failed
+        with pytest.raises((TypeError, ValueError)):
+            attend(**{name: wrong[kind]()})
+
+
 @pytest.mark.parametrize("name", ["k", "v", "cos", "sin", "cu_seqlens"])
 def test_all_tensors_must_be_on_one_device(name):
-    x = dict(zip(("q", "k", "v", "cos", "sin", "cu_seqlens"), CASE.separate, strict=True))[name]
+    x = dict(zip(NAMES, CASE.separate, strict=True))[name]
     with pytest.raises(ValueError, match=rf"{name} must be on (cpu|cuda:0).*, got meta"):
         attend(**{name: to_torch(x).to("meta")})
 
 
 def on_cpu(**changed):
-    names = ("q", "k", "v", "cos", "sin", "cu_seqlens")
-    return dict(zip(names, (to_torch(x).cpu() for x in CASE.separate), strict=True)) | changed
+    return dict(zip(NAMES, (to_torch(x).cpu() for x in CASE.separate), strict=True)) | changed
