@@ -3,7 +3,7 @@
 Pallas turns a kernel into Triton IR and leaves the rest to XLA, which compiles it with a copy of
 Triton of its own. Two things are lost that way: a bound on registers, and the L1 cache, since XLA
 has the driver give nearly all of it up for shared memory (cuFuncSetCacheConfig). A window kernel
-waits for loads that need L1 to land in and takes up to 1.7 times as long.
+waits for loads that need L1 to land in and takes up to 1.8 times as long.
 
 The Triton package compiles the same IR, and jaxlib launches what it makes: the custom call that
 `jax_triton` uses too.
@@ -32,7 +32,11 @@ def compiler() -> str:
 
 @contextlib.contextmanager
 def compiling_by(name: str) -> Iterator[None]:
-    """Within the context, kernels that this thread traces are compiled by one of COMPILERS."""
+    """Within the context, kernels that this thread traces are compiled by one of COMPILERS.
+
+    Raises:
+        ValueError: it is none of them.
+    """
     if name not in COMPILERS:
         raise ValueError(f"the compiler must be one of {COMPILERS}, got {name!r}")
     token = _chosen.set(name)
@@ -59,7 +63,7 @@ def compiler_params(num_warps: int, num_stages: int, maxnreg: int | None) -> plg
         return plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages)
     from pallas_kernels.triton_lowering import TritonParams
 
-    return TritonParams(num_warps, num_stages, maxnreg)
+    return TritonParams(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
 
 
 @functools.cache

@@ -5,7 +5,6 @@ file does: where a version of JAX has them elsewhere, importing this fails and X
 """
 
 import functools
-import importlib.metadata
 import tempfile
 import warnings
 import zlib
@@ -78,22 +77,35 @@ def _lower(
     context: Any, *operands: ir.Value, compiler_params: TritonParams, **call: Any
 ) -> Sequence[ir.Value]:
     """The lowering rule of a pallas_call with TritonParams."""
-    # Where no GPU is at hand, Pallas lowers for compute capability 9.0 too.
-    capability = int(gpu.compute_capability.replace(".", "")) if (gpu := local_gpu()) else 90
-    lowered = lowering.lower_jaxpr_to_triton_module(
-        call["jaxpr"], call["grid_mapping"], "cuda", capability, mlir_ctx=context.module_context
-    )
-    ttir = lowered.module.operation.get_asm()
     try:
-        compiled = compile_ir(ttir, compiler_params, capability)
-    except Exception as error:  # whatever a version that reads the IR otherwise may raise
-        version = importlib.metadata.version("triton")
-        message = f"Triton {version} failed on a Pallas kernel, which XLA compiles instead: {error}"
+        name, launch = _kernel_call(context, compiler_params, call["jaxpr"], call["grid_mapping"])
+    except Exception as error:  # whatever other versions of JAX or Triton raise
+        message = f"Triton failed on a Pallas kernel, which XLA compiles instead: {error!r}"
         warnings.warn(message, stacklevel=2)
         shared = {f.name: getattr(compiler_params, f.name) for f in fields(plgpu.CompilerParams)}
         fallback = plgpu.CompilerParams(**shared)
         return pallas_call_lowering(context, *operands, compiler_params=fallback, **call)
+    rule = jax.ffi.ffi_lowering(
+        "triton_kernel_call_ffi",
+        backend_config={
+            "name": ir.StringAttr.get(name),
+            "opaque": ir.StringAttr.get(zlib.compress(launch.to_proto(name, b""))),
+        },
+    )
+    return rule(context, *operands)
 
+
+def _kernel_call(
+    context: Any, params: TritonParams, jaxpr: Any, grid_mapping: Any
+) -> tuple[str, Any]:
+    """The compiled kernel's name, and the gpu_triton.TritonKernelCall that launches it."""
+    # Where no GPU is at hand, Pallas lowers for compute capability 9.0 too.
+    capability = int(gpu.compute_capability.replace(".", "")) if (gpu := local_gpu()) else 90
+    lowered = lowering.lower_jaxpr_to_triton_module(
+        jaxpr, grid_mapping, "cuda", capability, mlir_ctx=context.module_context
+    )
+    ttir = lowered.module.operation.get_asm()
+    compiled = compile_ir(ttir, params, capability)
     kernel = gpu_triton.TritonKernel(
         compiled.metadata.name,
         compiled.metadata.num_warps,
@@ -109,15 +121,7 @@ def _lower(
         *(*lowered.grid, 1, 1)[:3],
         [gpu_triton.create_array_parameter(0, ALIGNMENT)] * pointers,
     )
-    name = compiled.metadata.name
-    rule = jax.ffi.ffi_lowering(
-        "triton_kernel_call_ffi",
-        backend_config={
-            "name": ir.StringAttr.get(name),
-            "opaque": ir.StringAttr.get(zlib.compress(launch.to_proto(name, b""))),
-        },
-    )
-    return rule(context, *operands)
+    return compiled.metadata.name, launch
 
 
 pallas_core.register_lowering_rule(TritonParams, _lower, "gpu")

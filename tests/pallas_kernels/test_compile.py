@@ -89,14 +89,22 @@ def test_pointers_registers_and_spills(launcher, head_dim, max_seqlen, fuse):
         assert loop_spills(code) == 0
 
 
-def test_ir_that_triton_refuses_is_left_to_xla(launcher, monkeypatch):
-    def refuse(*_):
-        raise ValueError("unknown operation")
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(triton_lowering, "compile_ir"), (triton_lowering.lowering, "lower_jaxpr_to_triton_module")],
+    ids=["Triton's", "JAX's"],
+)
+def test_what_other_versions_refuse_is_left_to_xla(launcher, monkeypatch, module, name):
+    function = getattr(module, name)
 
-    monkeypatch.setattr(triton_lowering, "compile_ir", refuse)
-    with pytest.warns(UserWarning, match="which XLA compiles instead: unknown operation"):
-        module = lower(max_seqlen=64)
-    assert module.count("__gpu$xla.gpu.triton") == 1
+    def refuse_once(*_, **__):
+        monkeypatch.setattr(module, name, function)
+        raise TypeError("unexpected argument")
+
+    monkeypatch.setattr(module, name, refuse_once)
+    with pytest.warns(UserWarning, match=r"XLA compiles instead: TypeError\('unexpected arg"):
+        lowered = lower(max_seqlen=64)
+    assert lowered.count("__gpu$xla.gpu.triton") == 1
     assert launcher.kernels == []
 
 
