@@ -27,7 +27,7 @@ class Launch(NamedTuple):
     """How one kernel is launched. Rows of a query tile, rows of a key tile, warps, stages.
 
     maxnreg bounds a thread's registers, and so says how many programs share a multiprocessor; None
-    leaves it to the compiler, as Pallas always does.
+    leaves it to the compiler. XLA, where it compiles Pallas' kernels, takes no bound.
     """
 
     block: int
@@ -64,7 +64,10 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A launch, and the shapes it is for. A condition that is None always holds."""
+    """A launch, and the shapes it is for: the names of Shape, and its numbers up to a largest.
+
+    A condition that is None always holds.
+    """
 
     kernel: str
     launch: Launch
