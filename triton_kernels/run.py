@@ -29,7 +29,7 @@ def run(
     x = arguments[0]
     key = (kernel.__name__, x.dtype, x.device, constants, launch) if aligned else None
     compiled = _compiled.get(key)
-    if compiled is not None and not knobs.runtime.launch_enter_hook.calls:
+    if compiled is not None and not _hooked():
         stream = driver.active.get_current_stream(x.device.index)
         binary, metadata = compiled.function, compiled.packed_metadata
         hooks = (None, None, None)  # what Triton would gather for a profiler takes it microseconds
@@ -45,3 +45,9 @@ def run(
     )
     if aligned and isinstance(compiled, CompiledKernel):  # the interpreter returns none
         _compiled[key] = compiled
+
+
+def _hooked() -> bool:
+    """Whether a profiler asked Triton to be told of launches."""
+    runtime = knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)

@@ -84,6 +84,19 @@ def test_what_a_binary_depends_on(kernel, other):
     assert launched_by(kernel) == ["triton", "triton"]
 
 
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profilers_hooks_are_left_to_triton(kernel, name):
+    hooks = getattr(run_module.knobs.runtime, name)
+    run_module.run(kernel, 7, LAUNCH, True, (X, 100), (16, 80))
+    hooks.add(print)
+    try:
+        run_module.run(kernel, 7, LAUNCH, True, (X, 100), (16, 80))
+    finally:
+        hooks.remove(print)
+    run_module.run(kernel, 7, LAUNCH, True, (X, 100), (16, 80))
+    assert launched_by(kernel) == ["triton", "triton", "binary"]
+
+
 def test_unaligned_tensors_are_looked_at_each_time(kernel):
     for _ in range(2):
         run_module.run(kernel, 7, LAUNCH, False, (X, 100), (16, 80))
