@@ -82,6 +82,7 @@ def _stream_cases() -> Iterator[Case]:
 
 
 def _rotate_cases() -> Iterator[Case]:
+    # In short segments, whose attention takes no longer: PyTorch's clock knows but whole calls.
     for head_dim, largest in _HEAD_DIMS:
         tries = [_fields(block, group, 4, 2) for block, group in _ROTATE_TILES]
         workload = variant(segments(64), head_dim=head_dim)

@@ -27,7 +27,8 @@ from pallas_kernels.tiles import (
 )
 
 # Sums of a row that are kept apart until its last key: a tile's columns PARTS apart lie in one
-# thread's registers, and adding those up takes no exchange between threads.
+# thread's registers, and adding those up takes no exchange between threads. PARTS divides every
+# key tile, of which products want 16 columns at least.
 PARTS = 8
 
 

@@ -20,7 +20,8 @@ from triton_kernels.tiles import (
 )
 
 # Sums of a row that are kept apart until its last key: a tile's columns PARTS apart lie in one
-# thread's registers, and adding those up takes no exchange between threads.
+# thread's registers, and adding those up takes no exchange between threads. PARTS divides every
+# key tile, of which products want 16 columns at least.
 PARTS: tl.constexpr = tl.constexpr(8)
 
 # Sizes and strides vary from call to call: one binary serves all.

@@ -60,3 +60,15 @@ def test_into_another_tensor(tokens):
     wanted = expected(before[:, :4], cos, sin)
     assert (out - wanted).norm() <= TOLERANCE[qkv.dtype] * wanted.norm()
     assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize(("heads", "half"), [(1, 1), (1, 3), (2, 1), (12, 96)])
+def test_programs_of_many_tokens_and_of_parts_of_one(heads, half):
+    """A program takes 256 vectors of pairs: as many tokens, or less than one."""
+    qkv, cos, sin = drawn(300, heads, 2 * half, half, torch.float32, 0)
+    before = qkv.clone()
+    x = qkv[:, :heads]
+    rotate_in_order(x, x, cos, sin)
+    wanted = expected(before[:, :heads], cos, sin)
+    assert (x - wanted).norm() <= TOLERANCE[torch.float32] * wanted.norm()
+    assert torch.equal(qkv[:, heads:], before[:, heads:])
