@@ -7,7 +7,7 @@ import torch
 
 from compare import kernel_bench
 from compare.errors import UnavailableError
-from compare.implementations import KernelImplementation
+from compare.implementations import KernelImplementation, pallas_by_xla
 from compare.kernel_bench import bench_kernels
 from compare.oracle import oracle, unfused
 from compare.workloads import KernelWorkload
@@ -50,6 +50,31 @@ def test_jax_is_timed_by_the_profiler():
     out = jnp.asarray(oracle(INPUTS).float().cpu().numpy())
     (record,) = bench(KernelImplementation("pallas", "jax", lambda _: lambda *_: out))
     assert record.median_us == record.profiler_us == 9
+
+
+def test_xla_compiles_the_row_that_says_so(monkeypatch):
+    import jax
+
+    from pallas_kernels import compile as compile_module
+    from tests.pallas_kernels.test_lowering import cuda_device
+
+    monkeypatch.setattr("compare.implementations.require_jax_gpu", lambda: None)
+    monkeypatch.setattr(compile_module, "_default_compiler", lambda: "triton")
+    call = pallas_by_xla().prepare(TINY)
+    arrays = (INPUTS.qkv, INPUTS.cos, INPUTS.sin, INPUTS.cu_seqlens)
+    arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    with cuda_device():
+        module = call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert module.count("__gpu$xla.gpu.triton") == 1
+    assert "triton_kernel_call_ffi" not in module
+
+
+def test_where_xla_compiles_all_its_row_is_left_out(monkeypatch):
+    from pallas_kernels import compile as compile_module
+
+    monkeypatch.setattr(compile_module, "_default_compiler", lambda: "xla")
+    (record,) = bench(pallas_by_xla())
+    assert (record.median_us, record.note) == (None, "XLA compiles every Pallas kernel here")
 
 
 def test_one_wrong_output_of_many_costs_the_time(capsys):
