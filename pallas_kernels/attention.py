@@ -18,7 +18,6 @@ from pallas_kernels.stream_kernel import stream_kernel
 from pallas_kernels.window_kernel import window_kernel
 
 LOG2_E = 1.4426950408889634
-IMPLEMENTATIONS = ("auto", "triton", "reference")
 
 
 def fused_rope_attention(
@@ -113,9 +112,7 @@ def _plan(
     implementation: str,
 ) -> tuple[_Plan, tuple[jax.Array, jax.Array, jax.Array]]:
     cos, sin, cu_seqlens = (jnp.asarray(x) for x in (cos, sin, cu_seqlens))
-    check_arguments(arrays, names, cos, sin, cu_seqlens, max_seqlen, scale, fuse)
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+    check_arguments(arrays, names, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
     if max_seqlen is None:
         if isinstance(cu_seqlens, jax.core.Tracer):
             raise ValueError("max_seqlen must be given where cu_seqlens is traced (under jit)")

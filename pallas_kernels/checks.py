@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 FUSE = ("auto", "qk", "q", "none")
+IMPLEMENTATIONS = ("auto", "triton", "reference")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MAX_HEAD_DIM = 256
 # Numbers of rows are 32-bit.
@@ -56,11 +57,20 @@ def check_arguments(
     max_seqlen: int | None,
     scale: float | None,
     fuse: str,
+    implementation: str,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
 
     arrays are (q, k, v), or (qkv,) alone.
     """
+    if max_seqlen is not None and (not isinstance(max_seqlen, Integral) or max_seqlen < 0):
+        raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
+    if fuse not in FUSE:
+        raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     first = arrays[0]
     packed = len(arrays) == 1
     form = "[tokens, 3, heads, head_dim]" if packed else "[tokens, heads, head_dim]"
@@ -81,12 +91,6 @@ def check_arguments(
         raise ValueError(f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
     _check_angles(tokens, head_dim, cos, sin)
     _check_cu_seqlens_form(cu_seqlens)
-    if max_seqlen is not None and (not isinstance(max_seqlen, Integral) or max_seqlen < 0):
-        raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
-    if fuse not in FUSE:
-        raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
 
 
 def _check_angles(tokens: int, head_dim: int, cos: jax.Array, sin: jax.Array) -> None:
