@@ -216,7 +216,7 @@ def load_vision_tower(
         raise ValueError(f"cuda_graphs=True needs a tower on a CUDA GPU, got device '{target}'")
     recordable = on_gpu and runs_kernel(target, implementation)
     if cuda_graphs and not recordable:
-        raise ValueError("cuda_graphs=True needs the kernels, got the reference implementation")
+        raise ValueError(f"cuda_graphs=True needs the kernels, got {implementation=}")
     config = VisionConfig.from_pretrained(directory)
     with torch.device("meta"):  # no parameter is allocated before its values are there
         tower = VisionTower(
