@@ -72,8 +72,8 @@ def window_kernel(
     v = load_columns(v_head, rows, 0, main, head_dim)  # [block, main]
     if tail > 0:
         v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block, tail]
-    # All these loads are in flight at once: the launch table's bound on registers leaves room for
-    # them, and the barrier keeps the compiler from moving any down to where it is needed.
+    # So all these loads are in flight at once: the launch table's bound on registers leaves room
+    # for them, and the barrier keeps the compiler from moving any down to where it is needed.
     barrier(interpreted)
 
     # Q and K are rotated outside the branch that multiplies them. Within one block of code the

@@ -90,8 +90,8 @@ def window_kernel(
     v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK, MAIN]
     if TAIL > 0:
         v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)  # [BLOCK, TAIL]
-    # All these loads are in flight at once: the launch table's bound on registers leaves room for
-    # them, and the barrier keeps the compiler from moving any down to where it is needed.
+    # So all these loads are in flight at once: the launch table's bound on registers leaves room
+    # for them, and the barrier keeps the compiler from moving any down to where it is needed.
     tl.debug_barrier()
 
     # Q and K are rotated outside the branch that multiplies them. Within one block of code the

@@ -20,7 +20,7 @@ from pallas_kernels.launch_table import Gpu
 from tests.kernel_contract import STREAM
 from tests.pallas_kernels.test_lowering import HEADS, SEGMENTS, lower
 from tests.triton_kernels.compile_ahead import inspect_machine_code
-from tests.triton_kernels.loop_spills import loop_spills
+from tests.triton_kernels.machine_code import loop_spills
 
 POINTERS = {"window_kernel": 7, "stream_kernel": 7, "rotate_kernel": 4}
 

@@ -1,4 +1,4 @@
-"""Finding spilled registers where they cost: inside the loops that multiply.
+"""What a kernel's machine code says of its speed: spills within loops, and when loads are issued.
 
 A bound on registers (a launch's maxnreg) has the compiler set some values aside. Those that it
 stores before a loop and loads behind it cost nothing that can be measured; within the loop they
@@ -31,3 +31,11 @@ def loop_spills(sass: str) -> int:
                 if not inner and any(x.startswith(PRODUCTS) for x in body):
                     spills += sum(x.startswith(LOCAL_MEMORY) for x in body)
     return spills
+
+
+def late_loads(sass: str) -> int:
+    """Loads from global memory that a kernel issues behind its first multiplication in fp32."""
+    found = [INSTRUCTION.match(line) for line in sass.splitlines()]
+    names = [match[1] for match in found if match]
+    first = next((i for i, name in enumerate(names) if name.startswith("FMUL")), len(names))
+    return sum(name.startswith("LDG") for name in names[first:])
