@@ -7,6 +7,7 @@ import torch
 import triton
 
 from triton_kernels.checks import check_arguments
+from triton_kernels.dispatch import goes_unseen
 from triton_kernels.launch import auto_fuse, find_launch, head_split, window_limit
 from triton_kernels.launch_table import Launch
 from triton_kernels.reference import rope_attention_reference
@@ -68,9 +69,11 @@ def fused_rope_attention(
         (q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return torch.ops.fused_rope_attention.varlen.default(
-        q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
-    )
+    options = max_seqlen, scale, fuse, implementation
+    if goes_unseen((q, k, v, cos, sin)):
+        return attend(q, k, v, cos, sin, cu_seqlens, *options)
+    varlen = torch.ops.fused_rope_attention.varlen.default
+    return varlen(q, k, v, cos, sin, cu_seqlens, *options)
 
 
 def fused_rope_attention_qkvpacked(
@@ -91,9 +94,11 @@ def fused_rope_attention_qkvpacked(
     """
     check_arguments((qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    return torch.ops.fused_rope_attention.qkvpacked.default(
-        qkv, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
-    )
+    options = max_seqlen, scale, fuse, implementation
+    if goes_unseen((qkv, cos, sin)):
+        return attend(*qkv.unbind(1), cos, sin, cu_seqlens, *options)
+    qkvpacked = torch.ops.fused_rope_attention.qkvpacked.default
+    return qkvpacked(qkv, cos, sin, cu_seqlens, *options)
 
 
 def runs_kernel(device: torch.device, implementation: str) -> bool:
@@ -165,7 +170,7 @@ def _launch(
 ) -> torch.Tensor:
     tokens, heads, head_dim = q.shape
     segments = cu_seqlens.shape[0] - 1
-    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     aligned, angle_unit, strides = _strides((q, k, v), (cos, sin))
     if aligned and max_seqlen <= window_limit(q.dtype):
         launch = find_launch("window", q, max_seqlen)
@@ -193,18 +198,22 @@ def _strides(
     """Whether rows are aligned to 16 bytes, the unit of the angles' stride, and in the kernels'
     units the token and head strides and the angles'.
     """
-    strides = [stride for x in tensors for stride in x.stride()[:2]]
-    angle_stride = angles[0].stride(0)
-    # The low bits of all at once: this runs in every call.
-    bits = 0
-    for stride in strides:
-        bits |= stride * 2
+    addresses = 0
     for x in (*tensors, *angles):
-        bits |= x.data_ptr()
-    if bits % 16:
-        return False, 1, (*strides, angle_stride)
+        addresses |= x.data_ptr()
+    strides = tuple([x.stride() for x in tensors])
+    return _in_units(strides, angles[0].stride(0), addresses % 16 == 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_units(
+    strides: tuple[tuple[int, ...], ...], angle_stride: int, addresses_aligned: bool
+) -> tuple[bool, int, tuple[int, ...]]:
+    rows = [stride for of_tensor in strides for stride in of_tensor[:2]]
+    if not addresses_aligned or any(stride % 8 for stride in rows):
+        return False, 1, (*rows, angle_stride)
     unit = math.gcd(angle_stride, 4)
-    return True, unit, (*[stride // 8 for stride in strides], angle_stride // unit)
+    return True, unit, (*[stride // 8 for stride in rows], angle_stride // unit)
 
 
 def _rotate_both(
@@ -227,7 +236,7 @@ def _rotate_both(
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [tokens, heads, head_dim] rotated, in the paired order that the attention kernels read."""
     tokens, heads, head_dim = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     aligned, angle_unit, strides = _strides((x, out), (cos, sin))
     launch, split = find_launch("rotate", x, 1, aligned), head_split(head_dim)
     programs = triton.cdiv(tokens, launch.block) * triton.cdiv(heads, launch.block_k)

@@ -1,0 +1,99 @@
+"""A call goes around PyTorch's dispatcher only where nobody would have seen it there."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.kernel_cases import make_case
+from tests.triton_kernels.adapter import public_function, to_torch
+from triton_kernels.dispatch import goes_unseen
+
+OPERATORS = {False: "fused_rope_attention.varlen", True: "fused_rope_attention.qkvpacked"}
+both_forms = pytest.mark.parametrize("packed", OPERATORS, ids=["separate", "packed"])
+
+
+def arguments_of(packed):
+    case = make_case((5, 9), head_dim=16, dtype="float32", trailing=2)
+    return [to_torch(x) for x in (case.packed if packed else case.separate)]
+
+
+def attend(packed, *arguments):
+    return public_function(packed)(*arguments, max_seqlen=16)
+
+
+class Witness(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.seen.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+@both_forms
+def test_a_dispatch_mode_sees_the_operator(packed):
+    with Witness() as witness:
+        attend(packed, *arguments_of(packed))
+    assert f"{OPERATORS[packed]}.default" in witness.seen
+
+
+@both_forms
+def test_a_trace_holds_the_operator(packed):
+    arguments = arguments_of(packed)
+    traced = make_fx(lambda *x: attend(packed, *x))(*arguments)
+    assert f"{OPERATORS[packed]}.default" in [str(node.target) for node in traced.graph.nodes]
+    other = [x.flip(-1) if x.is_floating_point() else x for x in arguments]
+    assert torch.equal(traced(*other), attend(packed, *other))
+
+
+@both_forms
+def test_a_profile_names_the_operator(packed):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attend(packed, *arguments_of(packed))
+    names = [event.key for event in profile.key_averages()]
+    assert OPERATORS[packed].replace(".", "::") in names
+
+
+@both_forms
+def test_each_input_alone_gets_its_gradient(packed):
+    *tensors, cu_seqlens = arguments_of(packed)
+    for x in tensors:
+        x.requires_grad_()
+        attend(packed, *tensors, cu_seqlens).sum().backward()
+        assert x.grad is not None
+        x.requires_grad_(False)
+
+
+def test_without_derivatives_a_plain_call_goes_unseen():
+    tensors = [torch.ones(2, requires_grad=grad) for grad in (False, True)]
+    found = {}
+    for name, context in {
+        "nothing": contextlib.nullcontext(),
+        "no_grad": torch.no_grad(),
+        "inference_mode": torch.inference_mode(),
+    }.items():
+        with context:
+            found[name] = [goes_unseen([x]) for x in tensors]
+    assert found == {"nothing": [True, False], "no_grad": [True] * 2, "inference_mode": [True] * 2}
+
+
+def test_it_goes_unseen_on_another_thread_than_a_mode_is_on():
+    found = []
+    with Witness():
+        thread = threading.Thread(target=lambda: found.append(goes_unseen([torch.ones(2)])))
+        thread.start()
+        thread.join()
+        assert not goes_unseen([torch.ones(2)])
+    assert found == [True]
+
+
+def test_parameters_and_other_subclasses_are_seen():
+    with torch.no_grad():
+        assert not goes_unseen([torch.ones(2), torch.nn.Parameter(torch.ones(2))])

@@ -1,0 +1,32 @@
+"""When a call may go around PyTorch's dispatcher, which costs the host as much as a launch does."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+
+def _added_keys() -> int:
+    """The dispatch keys that this thread adds to those of an operator's arguments, as bits."""
+    return torch._C._dispatch_tls_local_include_set().raw_repr()
+
+
+# Without any mode, trace or transform: asked on another thread, as this one may be in one of them.
+with ThreadPoolExecutor(1) as _thread:
+    _ALWAYS_ADDED = _thread.submit(_added_keys).result()
+
+
+def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether nobody but the caller would know of an operator's call on tensors.
+
+    So it is where no derivative is to be recorded and nothing looks at operators: no compiler,
+    trace, transform, dispatch mode, profiler or tensor subclass. The computation behind the
+    operator may then be called itself.
+    """
+    if torch.compiler.is_compiling() or torch.autograd._profiler_enabled():
+        return False
+    if _added_keys() | _ALWAYS_ADDED != _ALWAYS_ADDED:
+        return False
+    if {type(x) for x in tensors} != {torch.Tensor}:
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
