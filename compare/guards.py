@@ -1,6 +1,6 @@
 """Memory around tensors that tells whether a kernel read or wrote beside them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -29,23 +29,26 @@ def guarded(
 
 @contextmanager
 def guarded_results() -> Iterator[list[torch.Tensor]]:
-    """While it is open, floating tensors of torch.empty hold NaN and stand between guards.
+    """While it is open, floating tensors of torch.empty and empty_like hold NaN, between guards.
 
     Yields:
         The buffers of all tensors made so far, in order; see `intact`.
     """
     buffers = []
-    empty = torch.empty
 
-    def guarded_empty(*size: object, **options: object) -> torch.Tensor:
-        x = empty(*size, **options)
-        if not x.is_floating_point():
-            return x
-        inside, buffer = guarded(torch.full_like(x, float("nan")), _AROUND_RESULTS)
-        buffers.append(buffer)
-        return inside
+    def between_guards(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*arguments: object, **options: object) -> torch.Tensor:
+            x = make(*arguments, **options)
+            if not x.is_floating_point():
+                return x
+            inside, buffer = guarded(torch.full_like(x, float("nan")), _AROUND_RESULTS)
+            buffers.append(buffer)
+            return inside
 
-    with mock.patch.object(torch, "empty", guarded_empty):
+        return made
+
+    makers = {name: between_guards(getattr(torch, name)) for name in ("empty", "empty_like")}
+    with mock.patch.multiple(torch, **makers):
         yield buffers
 
 

@@ -30,9 +30,12 @@ def test_the_bytes_of_one_pass():
 def test_the_oracles_rotation(rotary_dim):
     inputs = replace(TINY, rotary_dim=rotary_dim, dtype="float32").inputs()
     exact = rotated(inputs)
-    qkv = torch.tensor(inputs.qkv).double()
+    qkv, cos, sin = (
+        torch.tensor(x, dtype=torch.float64, device=exact.device)
+        for x in (inputs.qkv, inputs.cos, inputs.sin)
+    )
     half = inputs.cos.shape[1]
-    angle = torch.atan2(torch.tensor(inputs.sin).double(), torch.tensor(inputs.cos).double())
+    angle = torch.atan2(sin, cos)
     for token, part, head, i in ((0, 0, 0, 0), (7, 1, 1, 3), (23, 1, 0, half - 1)):
         x1, x2 = qkv[token, part, head, [i, i + half]]
         c, s = torch.cos(angle[token, i]), torch.sin(angle[token, i])

@@ -1,5 +1,7 @@
 """The PyTorch tower with a library's attention over whole frames."""
 
+from functools import partial
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,6 +11,7 @@ from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch.nn.attention import SDPBackend  # noqa: E402
 
 from compare import torch_attention  # noqa: E402
+from compare.torch_device import find_device  # noqa: E402
 from compare.torch_inputs import layout_tensors  # noqa: E402
 from compare.torch_tower import encode, load_vision_tower  # noqa: E402
 from tests.compare.test_peers import naive_varlen  # noqa: E402
@@ -29,16 +32,19 @@ def varlen_on_dirty_memory(q, k, v, cu_seqlens, max_seqlen):
 
 class TestFrameAttention(FrameAttentionContract):
     libraries = torch_attention.FRAME_ATTENTION[1:]
-    array = staticmethod(torch.tensor)
+    array = staticmethod(partial(torch.tensor, device=find_device(None)))
     encode_prepared = staticmethod(encode)
 
     @staticmethod
     def load(directory, dtype, **options):
-        return load_vision_tower(directory, getattr(torch, dtype), compile=False, **options)
+        # What stands for a library waits for the GPU, which no recording can.
+        options |= {"compile": False, "cuda_graphs": False}
+        return load_vision_tower(directory, getattr(torch, dtype), **options)
 
     @staticmethod
     def encode(tower, patches, layout):
-        return encode(tower, torch.tensor(patches), layout_tensors(layout, tower.device))
+        placed = torch.tensor(patches, device=tower.device)
+        return encode(tower, placed, layout_tensors(layout, tower.device))
 
     @staticmethod
     def numpy(array):

@@ -25,6 +25,12 @@ class TestFrameAttention(FrameAttentionContract):
     def numpy(array):
         return np.asarray(array, np.float32)
 
+    @pytest.fixture(autouse=True)
+    def exact_products(self):
+        """The stand-in multiplies as JAX does by default, on a GPU in tf32."""
+        with jax.default_matmul_precision("highest"):
+            yield
+
     @staticmethod
     def stand_in(monkeypatch):
         monkeypatch.setattr(attention, "_CUDNN", "xla")

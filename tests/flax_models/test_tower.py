@@ -16,6 +16,7 @@ from flax_models import (  # noqa: E402
     load_vision_tower,
     plan_layout,
 )
+from flax_models.compiled import COMPILER_OPTIONS  # noqa: E402
 from tests.random_calls import random_calls, tokens_of  # noqa: E402
 from tests.tower_checkpoints import (  # noqa: E402
     GRIDS,
@@ -143,7 +144,8 @@ def test_updated_parameters_take_effect(config, tower):
     before = side_by_side(ours(patches, grid))
     nnx.update(ours, jax.tree.map(lambda value: value * 0.5, nnx.state(ours)))
     after = side_by_side(ours(patches, grid))
-    expected = side_by_side(jax.jit(encode)(ours, *ours.prepare(patches, grid)))
+    program = jax.jit(encode, compiler_options=COMPILER_OPTIONS)
+    expected = side_by_side(program(ours, *ours.prepare(patches, grid)))
     np.testing.assert_array_equal(after, expected[: len(after)])
     assert relative_error(after, before) > 0.1
     np.testing.assert_array_equal(side_by_side(tower(patches, grid)), before)

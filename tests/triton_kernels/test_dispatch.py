@@ -55,7 +55,8 @@ def test_a_trace_holds_the_operator(packed):
 
 @both_forms
 def test_a_profile_names_the_operator(packed):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         attend(packed, *arguments_of(packed))
     names = [event.key for event in profile.key_averages()]
     assert OPERATORS[packed].replace(".", "::") in names
