@@ -10,7 +10,7 @@ from compare.workloads import KERNEL_WORKLOADS, KernelWorkload, segments, varian
 Fields = dict[str, int]
 
 # head_dim that is measured, and the largest that its launch serves: a bound on registers that suits
-# 80 columns is too tight for 96. Wider heads, fp32 and unaligned tensors keep the default's launches.
+# 80 columns is too tight for 96. Wider heads, fp32 and unaligned tensors keep the defaults.
 _HEAD_DIMS = ((64, 64), (80, 80), (128, 128))
 _WINDOWS = (16, 32, 64, 128)
 # Length that is measured, and the longest segment that its launch serves.
