@@ -75,6 +75,11 @@ def stream_kernel(
         q_tail = load_rotary(q_head, rows, main, tail, head_dim, rotary_dim, rotate_q)
         q_tail = rotary_tile(q_tail, cos, sin, rotate_q)  # [block, tail]
 
+    # The product of the tail's columns is computed a block of keys ahead: issued with the products
+    # with V, it is there when the next block's logits start from it. Rotating K takes the registers
+    # that this wants, and fp32 does not run on tensor cores.
+    ahead = tail > 0 and not rotate_k and dtype != jnp.float32
+
     def attend(segment: Scalar, covered: jax.Array) -> jax.Array:
         start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
         keys = jnp.where(end > block_start, end - start, 0)  # 0: only padding follows it
@@ -89,16 +94,28 @@ def stream_kernel(
         )  # fmt: skip
         # Whole blocks of keys need no mask; what is left over is one block more.
         whole, rest = keys // block_k, keys % block_k
-        state = jax.lax.fori_loop(
-            0,
-            whole,
-            lambda i, state: visit(Rows(start + i * block_k, block_k, None), state),
-            (row_max, row_sums, acc, acc_tail),
-        )
-        key_mask = jnp.arange(block_k, dtype=jnp.int32) < rest
-        last = Rows(start + whole * block_k, block_k, key_mask)
+        key_rows = jnp.arange(block_k, dtype=jnp.int32)
+
+        def look_ahead(i: Scalar) -> jax.Array | None:
+            if not ahead:
+                return None
+            key_mask = key_rows < keys - i * block_k
+            next_rows = Rows(start + i * block_k, block_k, key_mask)
+            return add_tail_product(
+                None, k_head, cos_ref, sin_ref, next_rows, q_tail,
+                main=main, tail=tail, rotate_k=rotate_k,
+            )  # fmt: skip
+
+        def visit_whole(i: Scalar, carry: tuple) -> tuple:
+            tail_logits, state = carry
+            state = visit(Rows(start + i * block_k, block_k, None), tail_logits, state)
+            return look_ahead(i + 1), state
+
+        state = (row_max, row_sums, acc, acc_tail)
+        _, state = jax.lax.fori_loop(0, whole, visit_whole, (look_ahead(0), state))
+        last = Rows(start + whole * block_k, block_k, key_rows < rest)
         _, row_sums, acc, acc_tail = jax.lax.cond(
-            rest > 0, lambda state: visit(last, state), lambda state: state, state
+            rest > 0, lambda state: visit(last, None, state), lambda state: state, state
         )
 
         mask = (token >= start) & (token < end) & (token < block_end)
@@ -126,8 +143,9 @@ def stream_kernel(
 
 def visit_keys(
     k_head: Head, v_head: Head, cos_ref: Ref, sin_ref: Ref, scale_log2: float,
-    # the query tile, the rows of the key tile, and the state of the online softmax
-    q: jax.Array, q_tail: jax.Array | None, rows: Rows, state: tuple,
+    # the query tile, the rows of the key tile, their tails' product (None: not computed ahead),
+    # and the state of the online softmax
+    q: jax.Array, q_tail: jax.Array | None, rows: Rows, tail_logits: jax.Array | None, state: tuple,
     *,
     main: int, tail: int, rotate_k: bool, interpreted: bool,
 ) -> tuple:  # fmt: skip
@@ -141,12 +159,12 @@ def visit_keys(
     cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
     k = load_rotary(k_head, rows, 0, main, head_dim, rotary_dim, rotate_k)
     k = rotary_tile(k, cos, sin, rotate_k)  # [block_k, main]
-    logits = dot(q, k.T)  # [block, block_k]
-    if tail > 0:
-        cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
-        k_tail = load_rotary(k_head, rows, main, tail, head_dim, rotary_dim, rotate_k)
-        k_tail = rotary_tile(k_tail, cos, sin, rotate_k)  # [block_k, tail]
-        logits = dot(q_tail, k_tail.T, logits)
+    logits = dot(q, k.T, tail_logits)  # [block, block_k]
+    if tail > 0 and tail_logits is None:
+        logits = add_tail_product(
+            logits, k_head, cos_ref, sin_ref, rows, q_tail,
+            main=main, tail=tail, rotate_k=rotate_k,
+        )  # fmt: skip
     if rows.mask is not None:
         logits = jnp.where(rows.mask[None, :], logits, -jnp.inf)
 
@@ -161,6 +179,20 @@ def visit_keys(
     if tail > 0:
         acc_tail = dot(p, v_tail, acc_tail * decay[:, None])
     return new_max, row_sums, acc, acc_tail
+
+
+def add_tail_product(
+    logits: jax.Array | None, k_head: Head, cos_ref: Ref, sin_ref: Ref, rows: Rows,
+    q_tail: jax.Array,
+    *,
+    main: int, tail: int, rotate_k: bool,
+) -> jax.Array:  # fmt: skip
+    """The tail columns' part of the logits [block, block_k], added to the others' (None: alone)."""
+    head_dim, rotary_dim = k_head.ref.shape[-1], 2 * cos_ref.shape[1]
+    cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
+    k_tail = load_rotary(k_head, rows, main, tail, head_dim, rotary_dim, rotate_k)
+    k_tail = rotary_tile(k_tail, cos, sin, rotate_k)  # [block_k, tail]
+    return dot(q_tail, k_tail.T, logits)
 
 
 def last_start_at(cu_seqlens_ref: Ref, token: Scalar, segments: int) -> Scalar:

@@ -100,6 +100,10 @@ def stream_kernel(
     # What leaves this loop waits through the loop over keys, in registers or in memory; wide heads
     # and fp32 have so few registers that the assembler does worse without.
     HOIST: tl.constexpr = HEAD_DIM > 128 or dtype == tl.float32
+    # The product of the tail's columns is computed a block of keys ahead: issued with the products
+    # with V, it is there when the next block's logits start from it. Rotating K takes the registers
+    # that this wants, and fp32 does not run on tensor cores.
+    AHEAD: tl.constexpr = TAIL > 0 and not ROTATE_K and dtype != tl.float32
     for segment in tl.range(first_segment, last_segment + 1, disable_licm=not HOIST):
         start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
         keys = tl.where(end > block_start, end - start, 0)  # 0: only padding follows it
@@ -113,22 +117,36 @@ def stream_kernel(
         first_key = start.to(tl.int64)
         k_tile, v_tile = k_ptr + first_key * k_stride, v_ptr + first_key * v_stride
         cos_tile, sin_tile = cos_ptr + first_key * angle_stride, sin_ptr + first_key * angle_stride
-        for _ in range(0, whole, BLOCK_K):
+        if AHEAD:
+            key_mask = key_rows < keys
+            tail_logits = add_tail_product(
+                None, k_tile, cos_tile, sin_tile, k_stride, angle_stride,
+                key_rows, key_mask, q_tail,
+                HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+            )  # fmt: skip
+        for key in range(0, whole, BLOCK_K):
             row_max, row_sums, acc, acc_tail = visit_keys(
                 k_tile, v_tile, cos_tile, sin_tile, k_stride, v_stride, angle_stride, scale_log2,
                 key_rows, None,
-                q, q_tail, row_max, row_sums, acc, acc_tail,
+                q, q_tail, tail_logits if AHEAD else None, row_max, row_sums, acc, acc_tail,
                 HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
             )  # fmt: skip
             k_tile += k_step
             v_tile += v_step
             cos_tile += angle_step
             sin_tile += angle_step
+            if AHEAD:
+                key_mask = key_rows < keys - BLOCK_K - key
+                tail_logits = add_tail_product(
+                    None, k_tile, cos_tile, sin_tile, k_stride, angle_stride,
+                    key_rows, key_mask, q_tail,
+                    HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+                )  # fmt: skip
         if whole < keys:
             row_max, row_sums, acc, acc_tail = visit_keys(
                 k_tile, v_tile, cos_tile, sin_tile, k_stride, v_stride, angle_stride, scale_log2,
                 key_rows, key_rows < keys - whole,
-                q, q_tail, row_max, row_sums, acc, acc_tail,
+                q, q_tail, None, row_max, row_sums, acc, acc_tail,
                 HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
             )  # fmt: skip
 
@@ -156,8 +174,9 @@ def visit_keys(
     k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
     # the rows of the key tile from those pointers on, and which of them are keys (None: all)
     rows, mask,
-    # the query tile and the state of its online softmax
-    q, q_tail, row_max, row_sums, acc, acc_tail,
+    # the query tile, its tail columns' product with the key tile's (None: not computed ahead), and
+    # the state of its online softmax
+    q, q_tail, tail_logits, row_max, row_sums, acc, acc_tail,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     ROTATE_K: tl.constexpr,
 ):  # fmt: skip
@@ -169,14 +188,12 @@ def visit_keys(
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
     k = load_rotary(k_ptr, k_stride, rows, mask, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K)
     k = rotary_tile(k, cos, sin, ROTATE_K)  # [BLOCK_K, MAIN]
-    logits = dot(q, tl.trans(k))  # [BLOCK, BLOCK_K]
-    if TAIL > 0:
-        cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
-        k_tail = load_rotary(
-            k_ptr, k_stride, rows, mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
-        )
-        k_tail = rotary_tile(k_tail, cos, sin, ROTATE_K)  # [BLOCK_K, TAIL]
-        logits = dot(q_tail, tl.trans(k_tail), logits)
+    logits = dot(q, tl.trans(k), tail_logits)  # [BLOCK, BLOCK_K]
+    if TAIL > 0 and tail_logits is None:
+        logits = add_tail_product(
+            logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask, q_tail,
+            HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+        )  # fmt: skip
     if mask is not None:
         logits = tl.where(mask[None, :], logits, -float("inf"))
 
@@ -191,6 +208,19 @@ def visit_keys(
     if TAIL > 0:
         acc_tail = dot(p, v_tail, acc_tail * decay[:, None])
     return new_max, row_sums, acc, acc_tail
+
+
+@triton.jit
+def add_tail_product(
+    logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask, q_tail,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    ROTATE_K: tl.constexpr,
+):  # fmt: skip
+    """The tail columns' part of the logits [BLOCK, BLOCK_K], added to the others' (None: alone)."""
+    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
+    k_tail = load_rotary(k_ptr, k_stride, rows, mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K)
+    k_tail = rotary_tile(k_tail, cos, sin, ROTATE_K)  # [BLOCK_K, TAIL]
+    return dot(q_tail, tl.trans(k_tail), logits)
 
 
 @triton.jit
