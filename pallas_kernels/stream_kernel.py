@@ -75,10 +75,10 @@ def stream_kernel(
         q_tail = load_rotary(q_head, rows, main, tail, head_dim, rotary_dim, rotate_q)
         q_tail = rotary_tile(q_tail, cos, sin, rotate_q)  # [block, tail]
 
-    # The product of the tail's columns is computed a block of keys ahead: issued with the products
-    # with V, it is there when the next block's logits start from it. Rotating K takes the registers
-    # that this wants, and fp32 does not run on tensor cores.
-    ahead = tail > 0 and not rotate_k and dtype != jnp.float32
+    # The product of the tail's columns is computed a block of keys ahead: issued behind those with
+    # V, it is there when the next block's logits start from it. Small tiles, whose programs share a
+    # multiprocessor among more, lose by that; rotating K takes the registers that it wants.
+    ahead = tail > 0 and block > 64 and not rotate_k
 
     def attend(segment: Scalar, covered: jax.Array) -> jax.Array:
         start, end = segment_bounds(cu_seqlens_ref, segment, tokens)

@@ -5,6 +5,9 @@ from hypothesis import HealthCheck, settings
 
 from compare.environment import configure, has_gpu
 
+# Their assertions show values too.
+pytest.register_assert_rewrite("tests.tower_contract", "tests.frame_attention_contract")
+
 # Before any test imports a framework: without a GPU Triton's kernels are interpreted.
 configure()
 

@@ -100,10 +100,10 @@ def stream_kernel(
     # What leaves this loop waits through the loop over keys, in registers or in memory; wide heads
     # and fp32 have so few registers that the assembler does worse without.
     HOIST: tl.constexpr = HEAD_DIM > 128 or dtype == tl.float32
-    # The product of the tail's columns is computed a block of keys ahead: issued with the products
-    # with V, it is there when the next block's logits start from it. Rotating K takes the registers
-    # that this wants, and fp32 does not run on tensor cores.
-    AHEAD: tl.constexpr = TAIL > 0 and not ROTATE_K and dtype != tl.float32
+    # The product of the tail's columns is computed a block of keys ahead: issued behind those with
+    # V, it is there when the next block's logits start from it. Small tiles, whose programs share a
+    # multiprocessor among more, lose by that; rotating K takes the registers that it wants.
+    AHEAD: tl.constexpr = TAIL > 0 and BLOCK > 64 and not ROTATE_K
     for segment in tl.range(first_segment, last_segment + 1, disable_licm=not HOIST):
         start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
         keys = tl.where(end > block_start, end - start, 0)  # 0: only padding follows it
