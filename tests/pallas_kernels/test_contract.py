@@ -1,10 +1,11 @@
 """Both implementations in Pallas: the kernel compiled on a GPU, interpreted on a CPU."""
 
 from tests.kernel_contract import KernelContract
+from tests.launch_contract import LaunchContract
 from tests.pallas_kernels.adapter import JaxAdapter
 
 
-class TestKernel(JaxAdapter, KernelContract):
+class TestKernel(JaxAdapter, KernelContract, LaunchContract):
     implementation = "triton"
 
 

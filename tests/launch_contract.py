@@ -1,0 +1,43 @@
+"""Every tile in the tables of launches, whichever GPU it is for, computes what it must.
+
+A CPU's interpreters take the default's launches, and calls as small as tests can make take those of
+small calls: other rows would be run on their GPU alone. An implementation's tests inherit
+LaunchContract and what KernelContract asks for.
+"""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.kernel_cases import assert_accurate, make_case
+
+_TABLES = [
+    json.loads((Path(__file__).parents[1] / package / "launches.json").read_text())
+    for package in ("triton_kernels", "pallas_kernels")
+]
+# Segments that begin and end anywhere in a tile, one that spans several, one after another in one.
+LENGTHS = (150, 0, 1, 70, 33)
+
+
+def tiles(kernel):
+    """Rows of query and key tiles of a kernel, of all GPUs."""
+    rows = [row for table in _TABLES for device in table.values() for row in device["launches"]]
+    return sorted({(row["block"], row["block_k"]) for row in rows if row["kernel"] == kernel})
+
+
+class LaunchContract:
+    @pytest.mark.parametrize("head_dim", [72, 80, 128])
+    @pytest.mark.parametrize(("block", "block_k"), tiles("stream"))
+    def test_tiles_of_the_stream_kernel(self, block, block_k, head_dim):
+        launch = importlib.import_module(f"{self.package.__name__}.launch")
+        table = importlib.import_module(f"{self.package.__name__}.launch_table").Table
+        row = {"block": block, "block_k": block_k, "num_warps": block // 16, "num_stages": 2}
+        rows = [{"kernel": "stream", **row}, {"kernel": "rotate", **row, "block_k": 2}]
+        default = {"compute_capability": None, "launches": rows}
+        case = make_case(LENGTHS, head_dim=head_dim, heads=1, trailing=3)
+        # A bound of the tile's own: JAX compiles anew for it.
+        longest = 4096 + block + block_k
+        with launch.launching_by(table.from_text(json.dumps({"default": default}))):
+            assert_accurate(self.attention(case, max_seqlen=longest, fuse="none"), case)
