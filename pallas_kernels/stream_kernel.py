@@ -75,11 +75,6 @@ def stream_kernel(
         q_tail = load_rotary(q_head, rows, main, tail, head_dim, rotary_dim, rotate_q)
         q_tail = rotary_tile(q_tail, cos, sin, rotate_q)  # [block, tail]
 
-    # The product of the tail's columns is computed a block of keys ahead: issued behind those with
-    # V, it is there when the next block's logits start from it. Small tiles, whose programs share a
-    # multiprocessor among more, lose by that; rotating K takes the registers that it wants.
-    ahead = tail > 0 and block > 64 and not rotate_k
-
     def attend(segment: Scalar, covered: jax.Array) -> jax.Array:
         start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
         keys = jnp.where(end > block_start, end - start, 0)  # 0: only padding follows it
@@ -92,30 +87,20 @@ def stream_kernel(
             visit_keys, k_head, v_head, cos_ref, sin_ref, scale_log2, q, q_tail,
             main=main, tail=tail, rotate_k=rotate_k, interpreted=interpreted,
         )  # fmt: skip
-        # Whole blocks of keys need no mask; what is left over is one block more.
+        # Whole blocks of keys need no mask; what is left over is one block more. The twin in Triton
+        # computes the tail's product a block ahead: here the compiler, which cannot be kept from
+        # moving values out of the loop over segments, has no registers left for that.
         whole, rest = keys // block_k, keys % block_k
-        key_rows = jnp.arange(block_k, dtype=jnp.int32)
-
-        def look_ahead(i: Scalar) -> jax.Array | None:
-            if not ahead:
-                return None
-            key_mask = key_rows < keys - i * block_k
-            next_rows = Rows(start + i * block_k, block_k, key_mask)
-            return add_tail_product(
-                None, k_head, cos_ref, sin_ref, next_rows, q_tail,
-                main=main, tail=tail, rotate_k=rotate_k,
-            )  # fmt: skip
-
-        def visit_whole(i: Scalar, carry: tuple) -> tuple:
-            tail_logits, state = carry
-            state = visit(Rows(start + i * block_k, block_k, None), tail_logits, state)
-            return look_ahead(i + 1), state
-
-        state = (row_max, row_sums, acc, acc_tail)
-        _, state = jax.lax.fori_loop(0, whole, visit_whole, (look_ahead(0), state))
-        last = Rows(start + whole * block_k, block_k, key_rows < rest)
+        state = jax.lax.fori_loop(
+            0,
+            whole,
+            lambda i, state: visit(Rows(start + i * block_k, block_k, None), state),
+            (row_max, row_sums, acc, acc_tail),
+        )
+        key_mask = jnp.arange(block_k, dtype=jnp.int32) < rest
+        last = Rows(start + whole * block_k, block_k, key_mask)
         _, row_sums, acc, acc_tail = jax.lax.cond(
-            rest > 0, lambda state: visit(last, None, state), lambda state: state, state
+            rest > 0, lambda state: visit(last, state), lambda state: state, state
         )
 
         mask = (token >= start) & (token < end) & (token < block_end)
@@ -143,9 +128,8 @@ def stream_kernel(
 
 def visit_keys(
     k_head: Head, v_head: Head, cos_ref: Ref, sin_ref: Ref, scale_log2: float,
-    # the query tile, the rows of the key tile, their tails' product (None: not computed ahead),
-    # and the state of the online softmax
-    q: jax.Array, q_tail: jax.Array | None, rows: Rows, tail_logits: jax.Array | None, state: tuple,
+    # the query tile, the rows of the key tile, and the state of the online softmax
+    q: jax.Array, q_tail: jax.Array | None, rows: Rows, state: tuple,
     *,
     main: int, tail: int, rotate_k: bool, interpreted: bool,
 ) -> tuple:  # fmt: skip
@@ -159,12 +143,12 @@ def visit_keys(
     cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
     k = load_rotary(k_head, rows, 0, main, head_dim, rotary_dim, rotate_k)
     k = rotary_tile(k, cos, sin, rotate_k)  # [block_k, main]
-    logits = dot(q, k.T, tail_logits)  # [block, block_k]
-    if tail > 0 and tail_logits is None:
-        logits = add_tail_product(
-            logits, k_head, cos_ref, sin_ref, rows, q_tail,
-            main=main, tail=tail, rotate_k=rotate_k,
-        )  # fmt: skip
+    logits = dot(q, k.T)  # [block, block_k]
+    if tail > 0:
+        cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
+        k_tail = load_rotary(k_head, rows, main, tail, head_dim, rotary_dim, rotate_k)
+        k_tail = rotary_tile(k_tail, cos, sin, rotate_k)  # [block_k, tail]
+        logits = dot(q_tail, k_tail.T, logits)
     if rows.mask is not None:
         logits = jnp.where(rows.mask[None, :], logits, -jnp.inf)
 
@@ -179,20 +163,6 @@ def visit_keys(
     if tail > 0:
         acc_tail = dot(p, v_tail, acc_tail * decay[:, None])
     return new_max, row_sums, acc, acc_tail
-
-
-def add_tail_product(
-    logits: jax.Array | None, k_head: Head, cos_ref: Ref, sin_ref: Ref, rows: Rows,
-    q_tail: jax.Array,
-    *,
-    main: int, tail: int, rotate_k: bool,
-) -> jax.Array:  # fmt: skip
-    """The tail columns' part of the logits [block, block_k], added to the others' (None: alone)."""
-    head_dim, rotary_dim = k_head.ref.shape[-1], 2 * cos_ref.shape[1]
-    cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
-    k_tail = load_rotary(k_head, rows, main, tail, head_dim, rotary_dim, rotate_k)
-    k_tail = rotary_tile(k_tail, cos, sin, rotate_k)  # [block_k, tail]
-    return dot(q_tail, k_tail.T, logits)
 
 
 def last_start_at(cu_seqlens_ref: Ref, token: Scalar, segments: int) -> Scalar:
