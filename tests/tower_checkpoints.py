@@ -145,7 +145,10 @@ def save_hugging_face_tower(directory, config):
 
 
 class HuggingFaceTower:
-    """Hugging Face's tower from a checkpoint, on the CPU, with NumPy in and out."""
+    """Hugging Face's tower from a checkpoint, with NumPy in and out.
+
+    In fp32 on the CPU, where that is exact; in less, to be compared with ours, where ours runs.
+    """
 
     def __init__(self, directory, dtype="float32"):
         import torch
@@ -160,6 +163,9 @@ class HuggingFaceTower:
             .model.from_pretrained(directory, dtype=getattr(torch, dtype))
             .eval()
         )
+        on_gpu = dtype != "float32" and torch.cuda.is_available()
+        self._device = torch.device("cuda" if on_gpu else "cpu")
+        self._model.to(self._device)
 
     def __call__(self, pixel_values, grid_thw):
         """The embeddings [tokens / 4, out_hidden_size] fp32, DeepStack features beside them."""
@@ -174,7 +180,10 @@ class HuggingFaceTower:
             for block in self._model.blocks
         ]
         with torch.no_grad():
-            output = self._model(torch.from_numpy(pixel_values), grid_thw=torch.tensor(grid_thw))
+            output = self._model(
+                torch.from_numpy(pixel_values).to(self._device),
+                grid_thw=torch.tensor(grid_thw, device=self._device),
+            )
         for hook in hooks:
             hook.remove()
         # transformers before 5 returns tensors, since then an object that holds them.
@@ -184,4 +193,4 @@ class HuggingFaceTower:
             output = (output.pooler_output, getattr(output, "deepstack_features", []))
         embeddings, features = output
         beside = torch.cat([embeddings, *features], dim=1)
-        return beside.float().numpy(), [state.float().numpy() for state in states]
+        return beside.float().cpu().numpy(), [state.float().cpu().numpy() for state in states]

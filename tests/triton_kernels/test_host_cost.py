@@ -10,7 +10,9 @@ import triton_kernels
 
 pytestmark = pytest.mark.gpu
 
-MAX_US = 30
+# As often as PyTorch launches a kernel of its own, of which each takes 6 microseconds on a machine
+# where this one may take 30: both are slower on slower machines, and where other tests run.
+MAX_LAUNCHES = 5
 SEGMENTS, LENGTH, HEADS, HEAD_DIM = 16, 64, 16, 80
 
 
@@ -56,13 +58,20 @@ def test_without_max_seqlen_it_has_to_wait(arguments):
         attend(arguments)
 
 
+def host_us(call):
+    """Microseconds of Python and launch for a call."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(20):  # too few to fill the launch queue
+        call()
+    return (time.perf_counter() - start) * 1e6 / 20
+
+
 def test_python_and_launch(arguments):
-    """The best of many: the machine may be busy with other tests."""
-    samples = []
+    """The best of many, taken in turns."""
+    x = torch.zeros(8, device="cuda")
+    ours, theirs = [], []
     for _ in range(50):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(20):  # too few to fill the launch queue
-            attend(arguments, max_seqlen=LENGTH)
-        samples.append((time.perf_counter() - start) * 1e6 / 20)
-    assert min(samples) <= MAX_US
+        ours.append(host_us(lambda: attend(arguments, max_seqlen=LENGTH)))
+        theirs.append(host_us(lambda: x.add_(1)))
+    assert min(ours) <= MAX_LAUNCHES * min(theirs)
