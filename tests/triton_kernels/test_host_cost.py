@@ -10,9 +10,9 @@ import triton_kernels
 
 pytestmark = pytest.mark.gpu
 
-# As often as PyTorch launches a kernel of its own, of which each takes 6 microseconds on a machine
-# where this one may take 30: both are slower on slower machines, and where other tests run.
-MAX_LAUNCHES = 5
+MAX_US = 30
+# A shared machine's cores are at times half as fast for seconds, and run other tests meanwhile.
+PATIENCE_S = 20
 SEGMENTS, LENGTH, HEADS, HEAD_DIM = 16, 64, 16, 80
 
 
@@ -58,20 +58,13 @@ def test_without_max_seqlen_it_has_to_wait(arguments):
         attend(arguments)
 
 
-def host_us(call):
-    """Microseconds of Python and launch for a call."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(20):  # too few to fill the launch queue
-        call()
-    return (time.perf_counter() - start) * 1e6 / 20
-
-
 def test_python_and_launch(arguments):
-    """The best of many, taken in turns."""
-    x = torch.zeros(8, device="cuda")
-    ours, theirs = [], []
-    for _ in range(50):
-        ours.append(host_us(lambda: attend(arguments, max_seqlen=LENGTH)))
-        theirs.append(host_us(lambda: x.add_(1)))
-    assert min(ours) <= MAX_LAUNCHES * min(theirs)
+    """The best of many, which come until one is good or the time is up."""
+    best, deadline = float("inf"), time.monotonic() + PATIENCE_S
+    while best > MAX_US and time.monotonic() < deadline:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(20):  # too few to fill the launch queue
+            attend(arguments, max_seqlen=LENGTH)
+        best = min(best, (time.perf_counter() - start) * 1e6 / 20)
+    assert best <= MAX_US
