@@ -1,5 +1,7 @@
 """What holds for all tests: the frameworks' environment, the `gpu` marker, hypothesis' profile."""
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -8,6 +10,10 @@ from compare.environment import configure, has_gpu
 # Their assertions show values too.
 pytest.register_assert_rewrite("tests.tower_contract", "tests.frame_attention_contract")
 
+# Of several processes each has its core: PyTorch's threads wait for each other by spinning, and a
+# process's second one would spin on the core of its neighbour.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before any test imports a framework: without a GPU Triton's kernels are interpreted.
 configure()
 
