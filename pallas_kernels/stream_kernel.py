@@ -145,10 +145,9 @@ def visit_keys(
     k = rotary_tile(k, cos, sin, rotate_k)  # [block_k, main]
     logits = dot(q, k.T)  # [block, block_k]
     if tail > 0:
-        cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
-        k_tail = load_rotary(k_head, rows, main, tail, head_dim, rotary_dim, rotate_k)
-        k_tail = rotary_tile(k_tail, cos, sin, rotate_k)  # [block_k, tail]
-        logits = dot(q_tail, k_tail.T, logits)
+        logits = add_tail_product(
+            logits, k_head, cos_ref, sin_ref, rows, q_tail, main=main, tail=tail, rotate_k=rotate_k
+        )
     if rows.mask is not None:
         logits = jnp.where(rows.mask[None, :], logits, -jnp.inf)
 
@@ -163,6 +162,19 @@ def visit_keys(
     if tail > 0:
         acc_tail = dot(p, v_tail, acc_tail * decay[:, None])
     return new_max, row_sums, acc, acc_tail
+
+
+def add_tail_product(
+    logits: jax.Array, k_head: Head, cos_ref: Ref, sin_ref: Ref, rows: Rows, q_tail: jax.Array,
+    *,
+    main: int, tail: int, rotate_k: bool,
+) -> jax.Array:  # fmt: skip
+    """The tail columns' part of the logits [block, block_k], added to the others'."""
+    head_dim, rotary_dim = k_head.ref.shape[-1], 2 * cos_ref.shape[1]
+    cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
+    k_tail = load_rotary(k_head, rows, main, tail, head_dim, rotary_dim, rotate_k)
+    k_tail = rotary_tile(k_tail, cos, sin, rotate_k)  # [block_k, tail]
+    return dot(q_tail, k_tail.T, logits)
 
 
 def last_start_at(cu_seqlens_ref: Ref, token: Scalar, segments: int) -> Scalar:

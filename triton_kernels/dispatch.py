@@ -20,10 +20,12 @@ def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether nobody but the caller would know of an operator's call on tensors.
 
     So it is where no derivative is to be recorded and nothing looks at operators: no compiler,
-    trace, transform, dispatch mode, profiler or tensor subclass. The computation behind the
-    operator may then be called itself.
+    trace, transform, mode, profiler or tensor subclass. The computation behind the operator may
+    then be called itself.
     """
     if torch.compiler.is_compiling() or torch.autograd._profiler_enabled():
+        return False
+    if torch._C._is_torch_function_mode_enabled():
         return False
     if _added_keys() | _ALWAYS_ADDED != _ALWAYS_ADDED:
         return False

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernel_cases import make_case
@@ -40,6 +41,25 @@ class Witness(TorchDispatchMode):
 @both_forms
 def test_a_dispatch_mode_sees_the_operator(packed):
     with Witness() as witness:
+        attend(packed, *arguments_of(packed))
+    assert f"{OPERATORS[packed]}.default" in witness.seen
+
+
+class FunctionWitness(TorchFunctionMode):
+    """Notes the functions that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@both_forms
+def test_a_function_mode_sees_the_operator(packed):
+    with FunctionWitness() as witness:
         attend(packed, *arguments_of(packed))
     assert f"{OPERATORS[packed]}.default" in witness.seen
 
