@@ -226,7 +226,7 @@ def _kernel(
         programs = segments * heads
         kernel = functools.partial(window_kernel, **static, block=launch.block)
     else:
-        name = "stream" if plan.fuse == "none" else "rotating_stream"
+        name = "rotating_stream" if plan.fuse == "qk" else "stream"
         launch = find_launch(name, v.dtype, head_dim, plan.max_seqlen, tokens * heads)
         programs = pl.cdiv(tokens, launch.block) * heads
         kernel = functools.partial(

@@ -176,7 +176,7 @@ def _launch(
         launch = find_launch("window", q, max_seqlen)
         kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
     else:
-        name = "stream" if fuse == "none" else "rotating_stream"
+        name = "rotating_stream" if fuse == "qk" else "stream"
         launch = find_launch(name, q, max_seqlen, aligned)
         programs = triton.cdiv(tokens, launch.block) * heads
         kernel, blocks = stream_kernel, (launch.block, launch.block_k)

@@ -81,7 +81,6 @@ def stream_kernel(
     cos, sin = load_angles(q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
     q = load_rotary(q_ptr, q_stride, rows, mask, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_Q)
     q = rotary_tile(q, cos, sin, ROTATE_Q)  # [BLOCK, MAIN]
-    q_tail = q  # stands in where there is no tail
     if TAIL > 0:
         cos, sin = load_angles(
             q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
@@ -90,6 +89,19 @@ def stream_kernel(
             q_ptr, q_stride, rows, mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_Q
         )
         q_tail = rotary_tile(q_tail, cos, sin, ROTATE_Q)  # [BLOCK, TAIL]
+    if ROTATE_Q:
+        # A product takes from shared memory what was loaded, from registers what was computed,
+        # which has every product wait for the one before. So the rotated tile is written and
+        # loaded again, by way of the result, whose rows are this program's own.
+        store_columns(out_ptr, out_stride, rows, mask, q, 0, MAIN, HEAD_DIM)
+        if TAIL > 0:
+            store_columns(out_ptr, out_stride, rows, mask, q_tail, MAIN, TAIL, HEAD_DIM)
+        tl.debug_barrier()
+        q = load_columns(out_ptr, out_stride, rows, mask, 0, MAIN, HEAD_DIM)
+        if TAIL > 0:
+            q_tail = load_columns(out_ptr, out_stride, rows, mask, MAIN, TAIL, HEAD_DIM)
+    if TAIL == 0:
+        q_tail = q  # stands in where there is no tail
 
     k_step = k_stride.to(tl.int64) * BLOCK_K
     v_step = v_stride.to(tl.int64) * BLOCK_K
