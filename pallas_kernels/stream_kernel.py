@@ -61,6 +61,11 @@ def stream_kernel(
     block_end = jnp.minimum(block_start + block, tokens)
     dtype = out_ref.dtype
     token = block_start + jnp.arange(block, dtype=jnp.int32)
+    key_rows = jnp.arange(block_k, dtype=jnp.int32)
+    # The product of the tail's columns is computed a block of keys ahead: issued behind those with
+    # V, it is there when the next block's logits start from it. Small tiles, whose programs share a
+    # multiprocessor among more, lose by that; rotating K takes the registers that it wants.
+    ahead = tail > 0 and block > 64 and not rotate_k
     q_head, k_head, v_head = (
         Head(ref, part, head) for ref, part in zip((q_ref, k_ref, v_ref), parts, strict=True)
     )
@@ -99,20 +104,29 @@ def stream_kernel(
             visit_keys, k_head, v_head, cos_ref, sin_ref, scale_log2, q, q_tail,
             main=main, tail=tail, rotate_k=rotate_k, interpreted=interpreted,
         )  # fmt: skip
-        # Whole blocks of keys need no mask; what is left over is one block more. The twin in Triton
-        # computes the tail's product a block ahead: here the compiler, which cannot be kept from
-        # moving values out of the loop over segments, has no registers left for that.
+        tail_product = functools.partial(
+            add_tail_product, None, k_head, cos_ref, sin_ref, q_tail=q_tail,
+            main=main, tail=tail, rotate_k=rotate_k,
+        )  # fmt: skip
+
+        def visit_whole(_: Scalar, carried: tuple) -> tuple:
+            first_key, tail_logits, state = carried
+            state = visit(Rows(first_key, block_k, None), tail_logits, state)
+            first_key += block_k
+            if ahead:
+                tail_logits = tail_product(Rows(first_key, block_k, key_rows < end - first_key))
+            return first_key, tail_logits, state
+
+        # Whole blocks of keys need no mask; what is left over is one block more. The loop carries
+        # its first key as the twin's does its pointers: that takes fewer instructions than counting
+        # blocks, or than taking the last block's first key from the loop.
         whole, rest = keys // block_k, keys % block_k
-        state = jax.lax.fori_loop(
-            0,
-            whole,
-            lambda i, state: visit(Rows(start + i * block_k, block_k, None), state),
-            (row_max, row_sums, acc, acc_tail),
-        )
-        key_mask = jnp.arange(block_k, dtype=jnp.int32) < rest
-        last = Rows(start + whole * block_k, block_k, key_mask)
+        tail_logits = tail_product(Rows(start, block_k, key_rows < keys)) if ahead else None
+        state = (row_max, row_sums, acc, acc_tail)
+        _, _, state = jax.lax.fori_loop(0, whole, visit_whole, (start, tail_logits, state))
+        last = Rows(start + whole * block_k, block_k, key_rows < rest)
         _, row_sums, acc, acc_tail = jax.lax.cond(
-            rest > 0, lambda state: visit(last, state), lambda state: state, state
+            rest > 0, lambda state: visit(last, None, state), lambda state: state, state
         )
 
         mask = (token >= start) & (token < end) & (token < block_end)
@@ -140,8 +154,9 @@ def stream_kernel(
 
 def visit_keys(
     k_head: Head, v_head: Head, cos_ref: Ref, sin_ref: Ref, scale_log2: float,
-    # the query tile, the rows of the key tile, and the state of the online softmax
-    q: jax.Array, q_tail: jax.Array | None, rows: Rows, state: tuple,
+    # the query tile, the rows of the key tile, the tail columns' part of the logits (None: not
+    # computed ahead), and the state of the online softmax
+    q: jax.Array, q_tail: jax.Array | None, rows: Rows, tail_logits: jax.Array | None, state: tuple,
     *,
     main: int, tail: int, rotate_k: bool, interpreted: bool,
 ) -> tuple:  # fmt: skip
@@ -155,8 +170,8 @@ def visit_keys(
     cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
     k = load_rotary(k_head, rows, 0, main, head_dim, rotary_dim, rotate_k)
     k = rotary_tile(k, cos, sin, rotate_k)  # [block_k, main]
-    logits = dot(q, k.T)  # [block, block_k]
-    if tail > 0:
+    logits = dot(q, k.T, tail_logits)  # [block, block_k]
+    if tail > 0 and tail_logits is None:
         logits = add_tail_product(
             logits, k_head, cos_ref, sin_ref, rows, q_tail, main=main, tail=tail, rotate_k=rotate_k
         )
@@ -177,11 +192,12 @@ def visit_keys(
 
 
 def add_tail_product(
-    logits: jax.Array, k_head: Head, cos_ref: Ref, sin_ref: Ref, rows: Rows, q_tail: jax.Array,
+    logits: jax.Array | None, k_head: Head, cos_ref: Ref, sin_ref: Ref, rows: Rows,
+    q_tail: jax.Array,
     *,
     main: int, tail: int, rotate_k: bool,
 ) -> jax.Array:  # fmt: skip
-    """The tail columns' part of the logits [block, block_k], added to the others'."""
+    """The tail columns' part of the logits [block, block_k], added to the others' (None: alone)."""
     head_dim, rotary_dim = k_head.ref.shape[-1], 2 * cos_ref.shape[1]
     cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
     k_tail = load_rotary(k_head, rows, main, tail, head_dim, rotary_dim, rotate_k)

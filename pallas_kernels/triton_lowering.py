@@ -58,19 +58,36 @@ def compile_ir(ttir: str, params: TritonParams, capability: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
+    target = GPUTarget("cuda", capability, 32)
+    options = {
+        "num_warps": params.num_warps,
+        "num_stages": params.num_stages,
+        "maxnreg": params.maxnreg,
+        "enable_fp_fusion": True,
+    }
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "kernel.ttir")  # Triton takes IR from files alone
         file.write_text(ttir)
-        return triton.compile(
-            str(file),
-            target=GPUTarget("cuda", capability, 32),
-            options={
-                "num_warps": params.num_warps,
-                "num_stages": params.num_stages,
-                "maxnreg": params.maxnreg,
-                "enable_fp_fusion": True,
-            },
-        )
+        file.write_text(_first_stage(file, target, options))
+        return triton.compile(str(file), target=target, options=options)
+
+
+def _first_stage(file: Path, target: Any, options: dict[str, Any]) -> str:
+    """What Triton's first stage, which triton.compile skips for IR from a file, makes of the IR.
+
+    Pallas' products accumulate onto zeros; this is where a sum that is added to one becomes its
+    accumulator, so that tensor cores add it.
+    """
+    from triton._C.libtriton import ir as triton_ir
+    from triton.compiler import IRSource, make_backend
+
+    backend = make_backend(target)
+    context = triton_ir.context()
+    source = IRSource(str(file), context, backend)
+    source.module.context = context
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, backend.parse_options(options), source.language)
+    return str(stages["ttir"](source.module, {}))
 
 
 def _lower(

@@ -114,8 +114,7 @@ def stream_kernel(
     HOIST: tl.constexpr = HEAD_DIM > 128 or dtype == tl.float32
     # The product of the tail's columns is computed a block of keys ahead: issued behind those with
     # V, it is there when the next block's logits start from it. Small tiles, whose programs share a
-    # multiprocessor among more, lose by that; rotating K takes the registers that it wants, and so
-    # does the twin in Pallas, which has no disable_licm.
+    # multiprocessor among more, lose by that; rotating K takes the registers that it wants.
     AHEAD: tl.constexpr = TAIL > 0 and BLOCK > 64 and not ROTATE_K
     for segment in tl.range(first_segment, last_segment + 1, disable_licm=not HOIST):
         start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)

@@ -30,7 +30,7 @@ def launcher(monkeypatch):
     """The kernels that jaxlib's launcher got, compiled with an H200's launches."""
 
     class Launcher(types.SimpleNamespace):
-        kernels, calls, binaries = [], [], []
+        kernels, calls, compiled = [], [], []
 
         def TritonKernel(self, *arguments):
             self.kernels.append(arguments)
@@ -47,9 +47,8 @@ def launcher(monkeypatch):
     compile_ir = triton_lowering.compile_ir
 
     def noting(*arguments):
-        compiled = compile_ir(*arguments)
-        found.binaries.append(compiled.asm["cubin"])
-        return compiled
+        found.compiled.append(compile_ir(*arguments))
+        return found.compiled[-1]
 
     monkeypatch.setattr(triton_lowering, "gpu_triton", found)
     monkeypatch.setattr(triton_lowering, "compile_ir", noting)
@@ -76,17 +75,27 @@ def test_what_is_launched(launcher):
 def test_pointers_registers_and_spills(launcher, head_dim, max_seqlen, fuse):
     lower(head_dim, max_seqlen=max_seqlen, fuse=fuse)
     assert len(launcher.kernels) == (1 if fuse == "qk" else 2)
-    for (name, warps, _, _, ptx, _, _), binary in zip(
-        launcher.kernels, launcher.binaries, strict=True
+    for (name, warps, _, _, ptx, _, _), compiled in zip(
+        launcher.kernels, launcher.compiled, strict=True
     ):
         # jaxlib adds two for Triton's scratch memory.
         entry = re.search(r"\.entry \w+\((.*?)\)", ptx, re.DOTALL)[1]
         assert entry.count(".param") == POINTERS[name] + 2
-        registers, stack, code = inspect_machine_code(binary)
+        registers, stack, code = inspect_machine_code(compiled.asm["cubin"])
         assert registers * warps * 32 * (2 if name == "stream_kernel" else 4) <= 65536
         # What a bound on registers sets aside waits in memory while a loop runs without it.
         assert stack <= (96 if name == "stream_kernel" else 0)
         assert loop_spills(code) == 0
+
+
+@pytest.mark.parametrize(("max_seqlen", "fuse"), [(64, "qk"), (STREAM, "none")])
+def test_products_accumulate_in_tensor_cores(launcher, max_seqlen, fuse):
+    lower(head_dim=80, max_seqlen=max_seqlen, fuse=fuse)
+    ir = launcher.compiled[-1].asm["ttgir"]
+    products = set(re.findall(r"warp_group_dot .* -> tensor<(\d+x\d+)xf32", ir))
+    sums = set(re.findall(r"arith.addf .* : tensor<(\d+x\d+)xf32", ir))
+    assert products
+    assert not products & sums
 
 
 @pytest.mark.parametrize(
