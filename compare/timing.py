@@ -76,7 +76,9 @@ class GraphTimer:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # The other framework's threads go on asking the GPU for things, of which a capture that
+        # watches every thread would fail, and leave their streams broken.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._outputs = [self.call(*arguments) for arguments in self._sets]
 
     def time(self, samples: int = SAMPLES) -> Timing:

@@ -14,7 +14,7 @@ Fields = dict[str, int]
 _HEAD_DIMS = ((64, 64), (80, 80), (128, 128))
 _WINDOWS = (16, 32, 64, 128)
 # Length that is measured, and the longest segment that its launch serves.
-_STREAMS = ((256, 256), (1024, 1024), (4096, None))
+_STREAMS = ((256, 256), (576, 576), (1024, 1024), (4096, None))
 
 _WINDOW_WARPS = {16: (1, 2, 4), 32: (1, 2, 4), 64: (2, 4, 8), 128: (4, 8)}
 # Rows of a query tile, rows of a key tile, warps, stages, and a bound on registers.

@@ -14,7 +14,7 @@ from pallas_kernels.launch import auto_fuse, find_launch, head_split, window_lim
 from pallas_kernels.launch_table import Launch
 from pallas_kernels.reference import rope_attention_reference
 from pallas_kernels.rotate_kernel import rotate_kernel
-from pallas_kernels.stream_kernel import stream_kernel
+from pallas_kernels.stream_kernel import hoists, stream_kernel
 from pallas_kernels.window_kernel import window_kernel
 
 LOG2_E = 1.4426950408889634
@@ -223,18 +223,19 @@ def _kernel(
     }
     if plan.max_seqlen <= window_limit(v.dtype):
         launch = find_launch("window", v.dtype, head_dim, plan.max_seqlen, tokens * heads)
-        programs = segments * heads
+        programs, disable_licm = segments * heads, False
         kernel = functools.partial(window_kernel, **static, block=launch.block)
     else:
         name = "rotating_stream" if plan.fuse == "qk" else "stream"
         launch = find_launch(name, v.dtype, head_dim, plan.max_seqlen, tokens * heads)
         programs = pl.cdiv(tokens, launch.block) * heads
+        disable_licm = not hoists(head_dim, v.dtype)
         kernel = functools.partial(
             stream_kernel, **static, block=launch.block, block_k=launch.block_k
         )
     shape = (tokens, 1, heads, head_dim)
-    out = _call(kernel, programs, shape, v.dtype, launch, interpret)(q, k, v, cos, sin, cu_seqlens)
-    return out[:, 0]
+    call = _call(kernel, programs, shape, v.dtype, launch, interpret, disable_licm)
+    return call(q, k, v, cos, sin, cu_seqlens)[:, 0]
 
 
 def _rotate(
@@ -264,12 +265,13 @@ def _call(
     dtype: jax.typing.DTypeLike,
     launch: Launch,
     interpret: bool,
+    disable_licm: bool = False,
 ) -> jax.stages.Wrapped:
     return pl.pallas_call(
         kernel,
         grid=(programs,),
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
-        compiler_params=compiler_params(launch.num_warps, launch.num_stages, launch.maxnreg),
+        compiler_params=compiler_params(launch, disable_licm),
         interpret=interpret,
         name=kernel.func.__name__,
     )

@@ -18,6 +18,8 @@ from contextvars import ContextVar
 import jax
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.launch_table import Launch
+
 COMPILERS = ("triton", "xla")
 _chosen: ContextVar[str | None] = ContextVar("compiler", default=None)
 
@@ -57,13 +59,17 @@ def _default_compiler() -> str:
     return "triton" if triton_lowering.can_launch() else "xla"
 
 
-def compiler_params(num_warps: int, num_stages: int, maxnreg: int | None) -> plgpu.CompilerParams:
-    """What a pallas_call needs for compiler() to compile it; XLA knows no bound on registers."""
+def compiler_params(launch: Launch, disable_licm: bool) -> plgpu.CompilerParams:
+    """What a pallas_call needs for compiler() to compile it.
+
+    XLA knows neither a bound on registers nor how to keep values within a loop.
+    """
+    shared = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     if compiler() == "xla":
-        return plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+        return plgpu.CompilerParams(**shared)
     from pallas_kernels.triton_lowering import TritonParams
 
-    return TritonParams(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
+    return TritonParams(**shared, maxnreg=launch.maxnreg, disable_licm=disable_licm)
 
 
 @functools.cache

@@ -152,6 +152,15 @@ def stream_kernel(
         store_columns(out_head, rows, jnp.zeros((block, tail), dtype), main, tail, head_dim)
 
 
+def hoists(head_dim: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Whether the compiler may move values out of the loop over segments.
+
+    They wait through the loop over keys, in registers or in memory; wide heads and fp32 have so few
+    registers that the assembler does worse without.
+    """
+    return head_dim > 128 or dtype == jnp.float32
+
+
 def visit_keys(
     k_head: Head, v_head: Head, cos_ref: Ref, sin_ref: Ref, scale_log2: float,
     # the query tile, the rows of the key tile, the tail columns' part of the logits (None: not

@@ -33,9 +33,12 @@ class TritonParams(plgpu.CompilerParams):
 
     Attributes:
         maxnreg: upper bound on the registers of a thread; None: the compiler's choice.
+        disable_licm: keep values within a loop around another that the compiler would compute
+            once, before it: what `tl.range(disable_licm=True)` says in Triton.
     """
 
     maxnreg: int | None = None
+    disable_licm: bool = False
 
 
 def can_launch() -> bool:
@@ -121,6 +124,8 @@ def _kernel_call(
     lowered = lowering.lower_jaxpr_to_triton_module(
         jaxpr, grid_mapping, "cuda", capability, mlir_ctx=context.module_context
     )
+    if params.disable_licm:
+        _disable_licm(lowered.module)
     ttir = lowered.module.operation.get_asm()
     compiled = compile_ir(ttir, params, capability)
     kernel = gpu_triton.TritonKernel(
@@ -139,6 +144,20 @@ def _kernel_call(
         [gpu_triton.create_array_parameter(0, ALIGNMENT)] * pointers,
     )
     return compiled.metadata.name, launch
+
+
+def _disable_licm(module: ir.Module) -> None:
+    """Mark every loop around another as `TritonParams.disable_licm` says."""
+    text = "#llvm.loop_annotation<licm = <disable = true, versioningDisable = true>>"
+
+    def mark(operation: ir.Operation) -> ir.WalkResult:
+        body = operation.regions[0].blocks[0].operations if operation.name == "scf.for" else ()
+        if any(inner.operation.name == "scf.for" for inner in body):
+            with operation.context:
+                operation.attributes["llvm.loop_annotation"] = ir.Attribute.parse(text)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(mark)
 
 
 pallas_core.register_lowering_rule(TritonParams, _lower, "gpu")
