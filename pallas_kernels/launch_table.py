@@ -48,7 +48,7 @@ class Shape(NamedTuple):
     """What a launch depends on.
 
     Attributes:
-        kernel: one of KERNELS; "rotating_stream" is the stream kernel where it rotates Q or K.
+        kernel: one of KERNELS; "rotating_stream" is the stream kernel where it rotates K.
         operands: one of OPERANDS: bf16 or fp16, fp32, or rows that miss an alignment to 16 bytes.
         head_dim: dims of a head.
         length: tokens of the longest segment.
@@ -118,7 +118,7 @@ class Row:
         for name, value in values.items():
             if name not in ("kernel", "operands") and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-            if name in ("block", "block_k", "num_warps", "max_length") and value & (value - 1):
+            if name in ("block", "block_k", "num_warps") and value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}")
         # A window has to fit into its tile.
         if (

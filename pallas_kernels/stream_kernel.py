@@ -80,10 +80,10 @@ def stream_kernel(
         cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
         q_tail = load_rotary(q_head, rows, main, tail, head_dim, rotary_dim, rotate_q)
         q_tail = rotary_tile(q_tail, cos, sin, rotate_q)  # [block, tail]
-    if rotate_q:
-        # A product takes from shared memory what was loaded, from registers what was computed,
-        # which has every product wait for the one before. So the rotated tile is written and
-        # loaded again, by way of the result, whose rows are this program's own.
+    if rotate_q and block >= 64:
+        # An asynchronous product, which takes 64 rows, has what was loaded in shared memory and
+        # what was computed in registers, and then waits for the product before it. So the rotated
+        # tile is written and loaded again, by way of the result, whose rows are this program's own.
         store_columns(out_head, rows, q, 0, main, head_dim)
         if tail > 0:
             store_columns(out_head, rows, q_tail, main, tail, head_dim)

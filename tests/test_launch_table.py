@@ -125,7 +125,6 @@ ROW = {"kernel": "stream", "block": 16, "block_k": 16, "num_warps": 4, "num_stag
         ({"num_warps": 0}, "num_warps must be a positive integer, got 0"),
         ({"num_stages": True}, "num_stages must be a positive integer, got True"),
         ({"max_head_dim": "80"}, "max_head_dim must be a positive integer, got '80'"),
-        ({"max_length": 100}, "max_length must be a power of two, got 100"),
         ({"max_rows": 0}, "max_rows must be a positive integer, got 0"),
         ({"warps": 4}, "expected only .* got warps"),
         ({"kernel": "window"}, "max_length must be given and at most block"),

@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tests.triton_kernels.machine_code import late_loads, loop_spills
+from tests.triton_kernels.machine_code import first_operands, late_loads, loop_spills
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
 from triton_kernels import attention
 from triton_kernels import launch as launch_module
@@ -204,6 +204,7 @@ def compile_variant(variant: Variant) -> list[dict]:
                 "stack": stack,
                 "loop_spills": loop_spills(sass),
                 "late_loads": late_loads(sass),
+                "first_operands": first_operands(compiled.asm["ttgir"]),
                 "descriptors": len(descriptors),
                 "broken_descriptors": broken,
             }

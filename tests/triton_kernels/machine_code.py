@@ -1,4 +1,5 @@
-"""What a kernel's machine code says of its speed: spills within loops, and when loads are issued.
+"""What a kernel's code says of its speed: spills within loops, when loads are issued, and where
+products find what they multiply.
 
 A bound on registers (a launch's maxnreg) has the compiler set some values aside. Those that it
 stores before a loop and loads behind it cost nothing that can be measured; within the loop they
@@ -39,3 +40,13 @@ def late_loads(sass: str) -> int:
     names = [match[1] for match in found if match]
     first = next((i for i, name in enumerate(names) if name.startswith("FMUL")), len(names))
     return sum(name.startswith("LDG") for name in names[first:])
+
+
+def first_operands(ttgir: str) -> tuple[int, int]:
+    """Hopper's products whose first operand is in shared memory, and those that have registers.
+
+    A loop's products that take registers which do not change wait for each other; those of the
+    probabilities, which change, do not. (Seen with ptxas 12.8; Triton's IR for GPUs is read.)
+    """
+    found = re.findall(r"warp_group_dot %.*? : (!ttg\.memdesc|tensor)<", ttgir)
+    return found.count("!ttg.memdesc"), found.count("tensor")
