@@ -1,6 +1,8 @@
-"""CUDA graphs of a tower: one recorded pass for each bucket, replayed in a single launch.
+"""CUDA graphs of a tower: one recorded pass for each bucket, replayed in a launch or two.
 
-A forward pass is hundreds of kernels, many of which run shorter than their launch takes.
+A forward pass is hundreds of kernels, many of which run shorter than their launch takes. To launch
+a graph of them still takes the host a fifth of a millisecond, which the GPU need not wait for where
+a pass is recorded in parts.
 """
 
 import contextlib
@@ -15,7 +17,9 @@ from flax_models import Layout
 
 # What a tower returns: its embeddings, or a tuple of them and of what goes with them.
 Outputs = torch.Tensor | tuple["Outputs", ...]
-Encode = Callable[[torch.Tensor, Layout], Outputs]
+# A pass in parts: all but the last yield None, the last yields what the pass returns.
+Encode = Callable[[torch.Tensor, Layout], Iterator[Outputs | None]]
+Replay = Callable[[], None]
 
 # Longer passes gain nothing from a recording, which would keep their memory.
 _RECORDED_TOKENS = 1 << 15
@@ -63,13 +67,13 @@ class GraphCache:
         """Replay the layout's bucket, recording it first where it is new.
 
         Args:
-            encode: the pass; must not wait for the GPU.
+            encode: the pass, in parts; must not wait for the GPU.
             patches: [layout.num_tokens, patch_dim] floating, on any device.
             layout: as `plan_layout` returns it, padded to a bucket.
             weight: a parameter; the pass gets patches of its dtype on its device.
 
         Returns:
-            The first `layout.num_merged` rows of everything that `encode` returns.
+            The first `layout.num_merged` rows of everything that `encode` yields at last.
         """
         # Buffers made in inference mode could not be written to outside it.
         with self._lock, torch.inference_mode(False):
@@ -106,20 +110,31 @@ class Recorder:
             self._stream = torch.cuda.Stream()
             self._finished = torch.cuda.Event()
 
-    def record(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        """Record a pass; returns its replay, and the tensors that each replay writes."""
+    def record(self, run: Callable[[], Iterator[Outputs | None]]) -> tuple[Replay, Outputs]:
+        """Record a pass, each part in a graph of its own.
+
+        Returns its replay, and the tensors that each replay writes.
+        """
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                run()  # whatever is compiled or loaded at first use must be there
+                for _ in run():  # whatever is compiled or loaded at first use must be there
+                    pass
             self._stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may go on allocating memory meanwhile.
-            with torch.cuda.graph(
-                graph, self._memory, self._stream, capture_error_mode="thread_local"
-            ):
-                outputs = run()
-        return graph.replay, outputs
+            graphs, parts, outputs = [], run(), None
+            while outputs is None:
+                graphs.append(torch.cuda.CUDAGraph())
+                # Other threads may go on allocating memory meanwhile.
+                with torch.cuda.graph(
+                    graphs[-1], self._memory, self._stream, capture_error_mode="thread_local"
+                ):
+                    outputs = next(parts)
+
+        def replay() -> None:
+            for graph in graphs:
+                graph.replay()
+
+        return replay, outputs
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

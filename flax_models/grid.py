@@ -1,5 +1,6 @@
 """Grids of patches: checking what a caller gives, and the totals that follow from it."""
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,14 @@ def as_grid(config: VisionConfig, grid_thw: Any) -> np.ndarray:
     if grid.dtype.kind not in "iu":
         raise ValueError(f"grid_thw must hold integers, got {grid.dtype}")
     grid = np.ascontiguousarray(grid, dtype=np.int64)
+    _check_values(grid.tobytes(), config.spatial_merge_size)
+    return grid
+
+
+@lru_cache(maxsize=256)
+def _check_values(grid_bytes: bytes, merge: int) -> None:
+    """Check the values of a grid; those found right are remembered, as calls wait for this."""
+    grid = np.frombuffer(grid_bytes, dtype=np.int64).reshape(-1, 3)
     _refuse(grid, (grid < 1).any(axis=1), "t, h and w must be at least 1")
     # In fp64, because the product of absurd sizes overflows int64; exact where it is accepted.
     tokens = grid.astype(np.float64).prod(axis=1).sum()
@@ -42,13 +51,11 @@ def as_grid(config: VisionConfig, grid_thw: Any) -> np.ndarray:
         raise ValueError(
             f"grid_thw holds {tokens:,.0f} patches, more than the {MAX_TOKENS:,} of one call"
         )
-    merge = config.spatial_merge_size
     _refuse(
         grid,
         (grid[:, 1:] % merge != 0).any(axis=1),
         f"h and w must be divisible by spatial_merge_size {merge}",
     )
-    return grid
 
 
 def count_tokens(grid: np.ndarray) -> int:
