@@ -1,7 +1,7 @@
 """The Qwen-VL vision towers in PyTorch, the twin of `flax_models.tower`; inference only.
 
 Built from the same arrays, with the same call. On a GPU `torch.compile` fuses what lies between the
-matrix products and the attention, and each bucket's pass is recorded once as a CUDA graph.
+matrix products and the attention, and each bucket's pass is recorded once in CUDA graphs.
 """
 
 import functools
@@ -97,7 +97,7 @@ class VisionTower(nn.Module):
     def forward(self, pixel_values: Any, grid_thw: Any) -> Embeddings:
         """Encode images and clips, all in one call.
 
-        The first call of each bucket records a CUDA graph, where there are graphs. What is written
+        The first call of each bucket records CUDA graphs, where there are graphs. What is written
         to the parameters takes effect, and so do `to` and `load_state_dict`; after a parameter is
         replaced by other means, `graphs.clear()` has to follow.
 
@@ -208,7 +208,7 @@ def load_vision_tower(
         compile: have `torch.compile` fuse what lies between the matrix products and the attention
             of a block, and the interpolation of positions. The first call compiles for every image
             size to come. None: on a GPU.
-        cuda_graphs: record a CUDA graph for each bucket in use, the last 16 of them. None: where
+        cuda_graphs: record each bucket in use in CUDA graphs, the last 16 of them. None: where
             the kernels run; the reference asks the GPU for values, which no graph can.
         progress: show progress on standard error. None: only where that is a terminal.
 
