@@ -1,8 +1,6 @@
-"""CUDA graphs of a tower: one recorded pass for each bucket, replayed in a launch or two.
+"""CUDA graphs of a tower: one recorded pass for each bucket, replayed in a single launch.
 
-A forward pass is hundreds of kernels, many of which run shorter than their launch takes. To launch
-a graph of them still takes the host a fifth of a millisecond, which the GPU need not wait for where
-a pass is recorded in parts.
+A forward pass is hundreds of kernels, many of which run shorter than their launch takes.
 """
 
 import contextlib
@@ -17,9 +15,7 @@ from flax_models import Layout
 
 # What a tower returns: its embeddings, or a tuple of them and of what goes with them.
 Outputs = torch.Tensor | tuple["Outputs", ...]
-# A pass in parts: all but the last yield None, the last yields what the pass returns.
-Encode = Callable[[torch.Tensor, Layout], Iterator[Outputs | None]]
-Replay = Callable[[], None]
+Encode = Callable[[torch.Tensor, Layout], Outputs]
 
 # Longer passes gain nothing from a recording, which would keep their memory.
 _RECORDED_TOKENS = 1 << 15
@@ -67,13 +63,13 @@ class GraphCache:
         """Replay the layout's bucket, recording it first where it is new.
 
         Args:
-            encode: the pass, in parts; must not wait for the GPU.
+            encode: the pass; must not wait for the GPU.
             patches: [layout.num_tokens, patch_dim] floating, on any device.
             layout: as `plan_layout` returns it, padded to a bucket.
             weight: a parameter; the pass gets patches of its dtype on its device.
 
         Returns:
-            The first `layout.num_merged` rows of everything that `encode` yields at last.
+            The first `layout.num_merged` rows of everything that `encode` returns.
         """
         # Buffers made in inference mode could not be written to outside it.
         with self._lock, torch.inference_mode(False):
@@ -110,31 +106,20 @@ class Recorder:
             self._stream = torch.cuda.Stream()
             self._finished = torch.cuda.Event()
 
-    def record(self, run: Callable[[], Iterator[Outputs | None]]) -> tuple[Replay, Outputs]:
-        """Record a pass, each part in a graph of its own.
-
-        Returns its replay, and the tensors that each replay writes.
-        """
+    def record(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        """Record a pass; returns its replay, and the tensors that each replay writes."""
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                for _ in run():  # whatever is compiled or loaded at first use must be there
-                    pass
+                run()  # whatever is compiled or loaded at first use must be there
             self._stream.synchronize()
-            graphs, parts, outputs = [], run(), None
-            while outputs is None:
-                graphs.append(torch.cuda.CUDAGraph())
-                # Other threads may go on allocating memory meanwhile.
-                with torch.cuda.graph(
-                    graphs[-1], self._memory, self._stream, capture_error_mode="thread_local"
-                ):
-                    outputs = next(parts)
-
-        def replay() -> None:
-            for graph in graphs:
-                graph.replay()
-
-        return replay, outputs
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on allocating memory meanwhile.
+            with torch.cuda.graph(
+                graph, self._memory, self._stream, capture_error_mode="thread_local"
+            ):
+                outputs = run()
+        return graph.replay, outputs
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """The Qwen-VL vision towers in PyTorch, the twin of `flax_models.tower`; inference only.
 
 Built from the same arrays, with the same call. On a GPU `torch.compile` fuses what lies between the
-matrix products and the attention, and each bucket's pass is recorded once in CUDA graphs.
+matrix products and the attention, and each bucket's pass is recorded once as a CUDA graph.
 """
 
 import functools
@@ -34,10 +34,6 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # thread. Left to tune, it would take the faster at the first call's size for all sizes to come: a
 # small image cannot tell them apart, and at 9,216 tokens the other takes 1.5 times as long.
 COMPILER_OPTIONS = {"triton.autotune_pointwise": False}
-
-# Blocks of a recorded pass's first part: the GPU is at work on them while the host launches the
-# rest. An image of 448 px takes 0.1 ms a block, launching the others 0.2.
-_FIRST_PART = 4
 
 
 class VisionTower(nn.Module):
@@ -97,7 +93,7 @@ class VisionTower(nn.Module):
     def forward(self, pixel_values: Any, grid_thw: Any) -> Embeddings:
         """Encode images and clips, all in one call.
 
-        The first call of each bucket records CUDA graphs, where there are graphs. What is written
+        The first call of each bucket records a CUDA graph, where there are graphs. What is written
         to the parameters takes effect, and so do `to` and `load_state_dict`; after a parameter is
         replaced by other means, `graphs.clear()` has to follow.
 
@@ -124,7 +120,7 @@ class VisionTower(nn.Module):
         patches = patches_tensor(self.config, pixel_values, layout)
         if self.graphs is not None and self.graphs.takes(layout):
             weight = self.patch_embed.proj.weight
-            return self.graphs(functools.partial(_in_parts, self), patches, layout, weight)
+            return self.graphs(functools.partial(encode, self), patches, layout, weight)
         return first_rows(encode(self, *self._place(patches, layout)), layout.num_merged)
 
     def prepare(self, pixel_values: Any, grid_thw: Any) -> tuple[torch.Tensor, Layout]:
@@ -208,7 +204,7 @@ def load_vision_tower(
         compile: have `torch.compile` fuse what lies between the matrix products and the attention
             of a block, and the interpolation of positions. The first call compiles for every image
             size to come. None: on a GPU.
-        cuda_graphs: record each bucket in use in CUDA graphs, the last 16 of them. None: where
+        cuda_graphs: record a CUDA graph for each bucket in use, the last 16 of them. None: where
             the kernels run; the reference asks the GPU for values, which no graph can.
         progress: show progress on standard error. None: only where that is a terminal.
 
@@ -248,6 +244,7 @@ def load_vision_tower(
     return tower.requires_grad_(False).eval()
 
 
+@torch.no_grad()
 def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Embeddings:
     """Encode patches: what a call does after `VisionTower.prepare`, on the device alone.
 
@@ -267,27 +264,14 @@ def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Em
         ValueError: `pixel_values` have another shape than the layout asks for, or the layout has
             frames that the tower's `frame_attention` cannot take.
     """
-    *_, embeddings = _in_parts(tower, pixel_values, layout)
-    return embeddings
-
-
-@torch.no_grad()
-def _in_parts(
-    tower: VisionTower, pixel_values: torch.Tensor, layout: Layout
-) -> Iterator[Embeddings | None]:
-    """Encode patches, with a rest behind the first blocks: yields None there, then what `encode`
-    returns.
-    """
     indexes = tower.config.deepstack_visual_indexes
     features = []
     for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
         if index in indexes:
             merger = tower.deepstack_mergers[indexes.index(index)]
             features.append(merger(hidden)[layout.output_order])
-        if index + 1 == _FIRST_PART:
-            yield None
     embeddings = tower.merger(hidden)[layout.output_order]
-    yield (embeddings, tuple(features)) if indexes else embeddings
+    return (embeddings, tuple(features)) if indexes else embeddings
 
 
 def _block_outputs(

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import numpy as np  # noqa: E402
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 
-from compare import torch_graphs, torch_tower  # noqa: E402
+from compare import torch_graphs  # noqa: E402
 from compare.torch_graphs import GraphCache  # noqa: E402
 from compare.torch_inputs import layout_tensors  # noqa: E402
 from compare.torch_tower import encode, load_vision_tower  # noqa: E402
@@ -144,20 +144,16 @@ class CpuRecorder:
     """Stands for a GPU's: what is recorded runs anew, into the same tensors, at each replay."""
 
     recorded: ClassVar[list] = []
-    parts: ClassVar[list] = []
 
     def __init__(self, device):
         assert device.type == "cpu"
 
     def record(self, run):
-        *first_parts, outputs = run()
-        assert not any(first_parts)
+        outputs = run()
         self.recorded.append(outputs)
-        self.parts.append(len(first_parts) + 1)
 
         def replay():
-            *_, results = run()
-            for written, computed in zip(tensors(outputs), tensors(results), strict=True):
+            for written, computed in zip(tensors(outputs), tensors(run()), strict=True):
                 written.copy_(computed)
 
         return replay, outputs
@@ -174,7 +170,6 @@ class CpuRecorder:
 def recorded(monkeypatch):
     """What has been recorded, on a machine without a GPU."""
     monkeypatch.setattr(CpuRecorder, "recorded", [])
-    monkeypatch.setattr(CpuRecorder, "parts", [])
     monkeypatch.setattr(torch_graphs, "Recorder", CpuRecorder)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return CpuRecorder.recorded
@@ -194,18 +189,6 @@ def test_replays_equal_the_pass_itself(config, tower, recording_tower, recorded)
         ours, expected = (rows(each, patches, GRIDS[name]) for each in (recording_tower, tower))
         assert relative_error(ours, expected) < FP32_TOLERANCE
     assert len(recorded) == len(recording_tower.graphs) == 2
-
-
-@pytest.mark.parametrize(("first_part", "parts"), [(1, 2), (99, 1)])
-def test_a_pass_of_many_blocks_is_recorded_in_two_parts(
-    config, tower, recording_tower, monkeypatch, first_part, parts
-):
-    monkeypatch.setattr(torch_tower, "_FIRST_PART", first_part)
-    grid = GRIDS["edge_windows"]
-    patches = random_patches(config, grid)
-    ours, expected = (rows(each, patches, grid) for each in (recording_tower, tower))
-    assert relative_error(ours, expected) < FP32_TOLERANCE
-    assert CpuRecorder.parts == [parts]
 
 
 def test_a_result_outlives_the_next_replay(config, recording_tower):
