@@ -90,7 +90,8 @@ def _first_stage(file: Path, target: Any, options: dict[str, Any]) -> str:
     source.module.context = context
     stages: dict[str, Any] = {}
     backend.add_stages(stages, backend.parse_options(options), source.language)
-    return str(stages["ttir"](source.module, {}))
+    # Where the file lay is in the IR's locations: left there, no cache would know the kernel again.
+    return str(stages["ttir"](source.module, {})).replace(str(file), file.name)
 
 
 def _lower(

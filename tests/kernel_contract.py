@@ -72,6 +72,8 @@ class KernelContract:
             ("float32", 64, "none", WINDOW),
             ("float32", 80, "qk", STREAM),
             ("float32", 80, "none", STREAM),
+            ("bfloat16", 8, "qk", STREAM),
+            ("bfloat16", 56, "q", STREAM),
         ],
     )
     def test_every_dtype(self, dtype, head_dim, fuse, max_seqlen):
@@ -90,16 +92,17 @@ class KernelContract:
         assert_same_bits(separate, packed)
 
     @pytest.mark.parametrize(
-        ("head_dim", "rotary_dim", "fuse", "max_seqlen"),
+        ("head_dim", "rotary_dim", "fuse", "max_seqlen", "dtype"),
         [
-            (80, 40, "qk", WINDOW),
-            (80, 40, "none", STREAM),
-            (80, 70, "q", WINDOW),  # 80 = 64 + 16: ends in the second part
-            (128, 2, "qk", STREAM),
+            (80, 40, "qk", WINDOW, "float32"),
+            (80, 40, "none", STREAM, "float32"),
+            (80, 70, "q", WINDOW, "float32"),  # 80 = 64 + 16: ends in the second part
+            (128, 2, "qk", STREAM, "float32"),
+            (80, 70, "q", STREAM, "bfloat16"),
         ],
     )
-    def test_partial_rotation(self, head_dim, rotary_dim, fuse, max_seqlen):
-        case = make_case(LENGTHS, head_dim=head_dim, rotary_dim=rotary_dim, dtype="float32")
+    def test_partial_rotation(self, head_dim, rotary_dim, fuse, max_seqlen, dtype):
+        case = make_case(LENGTHS, head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype)
         assert_accurate(self.attention(case, max_seqlen=max_seqlen, fuse=fuse), case)
 
     def test_max_seqlen_may_be_any_integer(self):

@@ -28,9 +28,11 @@ def tiles(kernel):
 
 
 class LaunchContract:
-    @pytest.mark.parametrize("head_dim", [72, 80, 128])
+    @pytest.mark.parametrize(
+        ("head_dim", "fuse"), [(72, "none"), (80, "none"), (128, "none"), (72, "q"), (80, "q")]
+    )
     @pytest.mark.parametrize(("block", "block_k"), tiles("stream"))
-    def test_tiles_of_the_stream_kernel(self, block, block_k, head_dim):
+    def test_tiles_of_the_stream_kernel(self, block, block_k, head_dim, fuse):
         launch = importlib.import_module(f"{self.package.__name__}.launch")
         table = importlib.import_module(f"{self.package.__name__}.launch_table").Table
         row = {"block": block, "block_k": block_k, "num_warps": block // 16, "num_stages": 2}
@@ -40,4 +42,4 @@ class LaunchContract:
         # A bound of the tile's own: JAX compiles anew for it.
         longest = 4096 + block + block_k
         with launch.launching_by(table.from_text(json.dumps({"default": default}))):
-            assert_accurate(self.attention(case, max_seqlen=longest, fuse="none"), case)
+            assert_accurate(self.attention(case, max_seqlen=longest, fuse=fuse), case)

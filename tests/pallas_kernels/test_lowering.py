@@ -38,16 +38,19 @@ def cuda_device():
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
 
 
-def lower(head_dim=80, rotary_dim=None, dtype=jnp.bfloat16, packed=True, heads=HEADS, **options):
+def lower(
+    head_dim=80, rotary_dim=None, dtype=jnp.bfloat16, packed=True, heads=HEADS, tokens=TOKENS,
+    **options,
+):  # fmt: skip
     """The module that JAX would give to a GPU's compiler, as text."""
-    angles = jax.ShapeDtypeStruct((TOKENS, (rotary_dim or head_dim) // 2), jnp.float32)
+    angles = jax.ShapeDtypeStruct((tokens, (rotary_dim or head_dim) // 2), jnp.float32)
     cu_seqlens = jax.ShapeDtypeStruct((SEGMENTS + 1,), jnp.int32)
     if packed:
         function = pallas_kernels.fused_rope_attention_qkvpacked
-        qkv = (jax.ShapeDtypeStruct((TOKENS, 3, heads, head_dim), dtype),)
+        qkv = (jax.ShapeDtypeStruct((tokens, 3, heads, head_dim), dtype),)
     else:
         function = pallas_kernels.fused_rope_attention
-        qkv = (jax.ShapeDtypeStruct((TOKENS, heads, head_dim), dtype),) * 3
+        qkv = (jax.ShapeDtypeStruct((tokens, heads, head_dim), dtype),) * 3
     function = jax.jit(functools.partial(function, **{"implementation": "triton"} | options))
     with cuda_device():
         traced = function.trace(*qkv, angles, angles, cu_seqlens)
