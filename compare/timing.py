@@ -76,8 +76,8 @@ class GraphTimer:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        # The other framework's threads go on asking the GPU for things, of which a capture that
-        # watches every thread would fail, and leave their streams broken.
+        # A capture that watches all threads would fail on what the other framework's ask of the
+        # GPU meanwhile, and their streams with it.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._outputs = [self.call(*arguments) for arguments in self._sets]
 

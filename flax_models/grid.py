@@ -40,7 +40,7 @@ def as_grid(config: VisionConfig, grid_thw: Any) -> np.ndarray:
     return grid
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _check_values(grid_bytes: bytes, merge: int) -> None:
     """Check the values of a grid; those found right are remembered, as calls wait for this."""
     grid = np.frombuffer(grid_bytes, dtype=np.int64).reshape(-1, 3)

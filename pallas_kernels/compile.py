@@ -1,9 +1,10 @@
 """Who compiles a kernel: the Triton package where it can, else XLA.
 
 Pallas turns a kernel into Triton IR and leaves the rest to XLA, which compiles it with a copy of
-Triton of its own. Two things are lost that way: a bound on registers, and the L1 cache, since XLA
-has the driver give nearly all of it up for shared memory (cuFuncSetCacheConfig). A window kernel
-waits for loads that need L1 to land in and takes up to 1.8 times as long.
+Triton of its own. Three things are lost that way: a bound on registers, values kept within a loop,
+and the L1 cache, since XLA has the driver give nearly all of it up for shared memory
+(cuFuncSetCacheConfig). A window kernel waits for loads that need L1 to land in and takes up to 1.8
+times as long.
 
 The Triton package compiles the same IR, and jaxlib launches what it makes: the custom call that
 `jax_triton` uses too.

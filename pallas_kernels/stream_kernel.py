@@ -62,10 +62,6 @@ def stream_kernel(
     dtype = out_ref.dtype
     token = block_start + jnp.arange(block, dtype=jnp.int32)
     key_rows = jnp.arange(block_k, dtype=jnp.int32)
-    # The product of the tail's columns is computed a block of keys ahead: issued behind those with
-    # V, it is there when the next block's logits start from it. Small tiles, whose programs share a
-    # multiprocessor among more, lose by that; rotating K takes the registers that it wants.
-    ahead = tail > 0 and block > 64 and not rotate_k
     q_head, k_head, v_head = (
         Head(ref, part, head) for ref, part in zip((q_ref, k_ref, v_ref), parts, strict=True)
     )
@@ -81,9 +77,9 @@ def stream_kernel(
         q_tail = load_rotary(q_head, rows, main, tail, head_dim, rotary_dim, rotate_q)
         q_tail = rotary_tile(q_tail, cos, sin, rotate_q)  # [block, tail]
     if rotate_q and block >= 64:
-        # An asynchronous product, which takes 64 rows, has what was loaded in shared memory and
-        # what was computed in registers, and then waits for the product before it. So the rotated
-        # tile is written and loaded again, by way of the result, whose rows are this program's own.
+        # Hopper's asynchronous products, which take 64 rows, have what was loaded in shared memory
+        # and what was computed in registers, and then wait for each other. So the rotated tile is
+        # written and loaded again, by way of the result, whose rows are this program's own.
         store_columns(out_head, rows, q, 0, main, head_dim)
         if tail > 0:
             store_columns(out_head, rows, q_tail, main, tail, head_dim)
@@ -91,6 +87,11 @@ def stream_kernel(
         q = load_columns(out_head, rows, 0, main, head_dim)
         if tail > 0:
             q_tail = load_columns(out_head, rows, main, tail, head_dim)
+
+    # The product of the tail's columns is computed a block of keys ahead: issued behind those with
+    # V, it is there when the next block's logits start from it. Small tiles, whose programs share a
+    # multiprocessor among more, lose by that; rotating K takes the registers that it wants.
+    ahead = tail > 0 and block > 64 and not rotate_k
 
     def attend(segment: Scalar, covered: jax.Array) -> jax.Array:
         start, end = segment_bounds(cu_seqlens_ref, segment, tokens)

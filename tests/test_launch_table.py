@@ -93,6 +93,14 @@ def test_what_a_device_lacks_is_the_defaults(module):
         table.find(None, module.Shape("rotate", "half", 80, 1, 1000))
 
 
+def test_a_longest_segment_may_be_any_number(module):
+    rows = [ROW | {"max_length": 100}, ROW | {"block": 32}]
+    device = {"compute_capability": None, "launches": rows}
+    table = module.Table.from_text(json.dumps({"default": device}))
+    assert block(module, table, None, length=100) == 16
+    assert block(module, table, None, length=101) == 32
+
+
 def test_rows_of_a_device_are_put_in_their_places(module, table):
     launch = module.Launch(16, 16, 1, 1)
     gpu = module.Gpu("Imaginary GPU", "9.9")

@@ -90,9 +90,9 @@ def stream_kernel(
         )
         q_tail = rotary_tile(q_tail, cos, sin, ROTATE_Q)  # [BLOCK, TAIL]
     if ROTATE_Q and BLOCK >= 64:
-        # An asynchronous product, which takes 64 rows, has what was loaded in shared memory and
-        # what was computed in registers, and then waits for the product before it. So the rotated
-        # tile is written and loaded again, by way of the result, whose rows are this program's own.
+        # Hopper's asynchronous products, which take 64 rows, have what was loaded in shared memory
+        # and what was computed in registers, and then wait for each other. So the rotated tile is
+        # written and loaded again, by way of the result, whose rows are this program's own.
         store_columns(out_ptr, out_stride, rows, mask, q, 0, MAIN, HEAD_DIM)
         if TAIL > 0:
             store_columns(out_ptr, out_stride, rows, mask, q_tail, MAIN, TAIL, HEAD_DIM)
