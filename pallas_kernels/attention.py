@@ -223,19 +223,18 @@ def _kernel(
     }
     if plan.max_seqlen <= window_limit(v.dtype):
         launch = find_launch("window", v.dtype, head_dim, plan.max_seqlen, tokens * heads)
-        programs, disable_licm = segments * heads, False
+        programs = segments * heads
         kernel = functools.partial(window_kernel, **static, block=launch.block)
     else:
         name = "rotating_stream" if plan.fuse == "qk" else "stream"
         launch = find_launch(name, v.dtype, head_dim, plan.max_seqlen, tokens * heads)
         programs = pl.cdiv(tokens, launch.block) * heads
-        disable_licm = not hoists(head_dim, v.dtype)
         kernel = functools.partial(
             stream_kernel, **static, block=launch.block, block_k=launch.block_k
         )
     shape = (tokens, 1, heads, head_dim)
-    call = _call(kernel, programs, shape, v.dtype, launch, interpret, disable_licm)
-    return call(q, k, v, cos, sin, cu_seqlens)[:, 0]
+    out = _call(kernel, programs, shape, v.dtype, launch, interpret)(q, k, v, cos, sin, cu_seqlens)
+    return out[:, 0]
 
 
 def _rotate(
@@ -265,13 +264,12 @@ def _call(
     dtype: jax.typing.DTypeLike,
     launch: Launch,
     interpret: bool,
-    disable_licm: bool = False,
 ) -> jax.stages.Wrapped:
     return pl.pallas_call(
         kernel,
         grid=(programs,),
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
-        compiler_params=compiler_params(launch, disable_licm),
+        compiler_params=compiler_params(launch, disable_licm=not hoists(shape[-1], dtype)),
         interpret=interpret,
         name=kernel.func.__name__,
     )

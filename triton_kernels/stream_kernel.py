@@ -81,6 +81,7 @@ def stream_kernel(
     cos, sin = load_angles(q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
     q = load_rotary(q_ptr, q_stride, rows, mask, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_Q)
     q = rotary_tile(q, cos, sin, ROTATE_Q)  # [BLOCK, MAIN]
+    q_tail = q  # stands in where there is no tail
     if TAIL > 0:
         cos, sin = load_angles(
             q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
@@ -100,8 +101,6 @@ def stream_kernel(
         q = load_columns(out_ptr, out_stride, rows, mask, 0, MAIN, HEAD_DIM)
         if TAIL > 0:
             q_tail = load_columns(out_ptr, out_stride, rows, mask, MAIN, TAIL, HEAD_DIM)
-    if TAIL == 0:
-        q_tail = q  # stands in where there is no tail
 
     k_step = k_stride.to(tl.int64) * BLOCK_K
     v_step = v_stride.to(tl.int64) * BLOCK_K

@@ -26,40 +26,30 @@ def attend(packed, *arguments):
     return public_function(packed)(*arguments, max_seqlen=16)
 
 
-class Witness(TorchDispatchMode):
-    """Notes the operators that are called."""
+class Witness:
+    """Notes what is called, in whichever mode it is told."""
 
     def __init__(self):
         super().__init__()
         self.seen = []
 
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.seen.append(str(operator))
-        return operator(*args, **(kwargs or {}))
+    def note(self, called, types, args=(), kwargs=None):
+        self.seen.append(str(called))
+        return called(*args, **(kwargs or {}))
+
+
+class DispatchWitness(Witness, TorchDispatchMode):
+    __torch_dispatch__ = Witness.note
+
+
+class FunctionWitness(Witness, TorchFunctionMode):
+    __torch_function__ = Witness.note
 
 
 @both_forms
-def test_a_dispatch_mode_sees_the_operator(packed):
-    with Witness() as witness:
-        attend(packed, *arguments_of(packed))
-    assert f"{OPERATORS[packed]}.default" in witness.seen
-
-
-class FunctionWitness(TorchFunctionMode):
-    """Notes the functions that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
-@both_forms
-def test_a_function_mode_sees_the_operator(packed):
-    with FunctionWitness() as witness:
+@pytest.mark.parametrize("mode", [DispatchWitness, FunctionWitness])
+def test_a_mode_sees_the_operator(mode, packed):
+    with mode() as witness:
         attend(packed, *arguments_of(packed))
     assert f"{OPERATORS[packed]}.default" in witness.seen
 
@@ -107,7 +97,7 @@ def test_without_derivatives_a_plain_call_goes_unseen():
 
 def test_it_goes_unseen_on_another_thread_than_a_mode_is_on():
     found = []
-    with Witness():
+    with DispatchWitness():
         thread = threading.Thread(target=lambda: found.append(goes_unseen([torch.ones(2)])))
         thread.start()
         thread.join()
