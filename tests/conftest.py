@@ -11,9 +11,13 @@ from compare.environment import configure, has_gpu
 pytest.register_assert_rewrite("tests.tower_contract", "tests.frame_attention_contract")
 
 # Of several processes each has its core: PyTorch's threads wait for each other by spinning, and a
-# process's second one would spin on the core of its neighbour.
+# process's second one would spin on the core of its neighbour. Nor does each need a pool of
+# processes to compile in.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Processes of a test run share the GPU: JAX takes memory as it needs it.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Before any test imports a framework: without a GPU Triton's kernels are interpreted.
 configure()
 

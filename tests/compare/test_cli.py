@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def without_gpu(monkeypatch):
     monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    # What the command line sets for want of a GPU must not outlive the test where there is one.
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
 
 
 @pytest.fixture
@@ -145,10 +147,10 @@ def test_report_and_readme(tmp_path):
 def test_configure_keeps_what_the_user_set(monkeypatch):
     monkeypatch.setattr(environment, "has_gpu", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     environment.configure()
     assert os.environ["TRITON_INTERPRET"] == "0"
-    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == ".5"
 
 
 def test_the_module_runs_and_imports_no_framework_for_help():
