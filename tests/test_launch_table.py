@@ -196,18 +196,24 @@ def test_unaligned_tiles_have_32_rows(module, table):
             assert block(module, table, *gpu, operands="unaligned", head_dim=head_dim) == 32
 
 
+def finder(launch, package):
+    """find_launch of a package for fp16, from the table in use at each call."""
+    if package == "pallas_kernels":
+        return lambda kernel, *shape: launch.find_launch(kernel, "float16", *shape)
+    dtype = importlib.import_module("torch").float16
+    return lambda kernel, *shape: launch.find_launch(
+        launch.launch_source(None), kernel, dtype, *shape
+    )
+
+
 def test_another_table_for_a_while(module, launch, package, monkeypatch):
     monkeypatch.setattr(launch, "gpu", lambda *_: None)
-    if package == "triton_kernels":
-        torch = importlib.import_module("torch")
-        arguments = (torch.empty(1, 1, 80, dtype=torch.float16), 300)
-    else:
-        arguments = ("float16", 80, 300, 1)
-    before = launch.find_launch("stream", *arguments)
+    find = finder(launch, package)
+    before = find("stream", 80, 300, 1)
     with launch.launching_by(made_up(module)):
-        assert launch.find_launch("stream", *arguments).block == 128
-        assert launch.find_launch("stream", *arguments) != before
-    assert launch.find_launch("stream", *arguments) == before
+        assert find("stream", 80, 300, 1).block == 128
+        assert find("stream", 80, 300, 1) != before
+    assert find("stream", 80, 300, 1) == before
 
 
 def test_rows_are_tokens_times_heads(module, launch, package):
@@ -215,13 +221,8 @@ def test_rows_are_tokens_times_heads(module, launch, package):
     launches = [row | {"max_rows": 6, "block": 16}, row | {"block": 32}]
     default = {"compute_capability": None, "launches": launches}
     with launch.launching_by(module.Table.from_text(json.dumps({"default": default}))):
-        for tokens, heads, expected in ((2, 3, 16), (6, 1, 16), (7, 1, 32)):
-            if package == "triton_kernels":
-                torch = importlib.import_module("torch")
-                arguments = (torch.empty(tokens, heads, 80, dtype=torch.float16), 300)
-            else:
-                arguments = ("float16", 80, 300, tokens * heads)
-            assert launch.find_launch("stream", *arguments).block == expected
+        for rows, expected in ((5, 16), (6, 16), (7, 32)):
+            assert finder(launch, package)("stream", 80, 300, rows).block == expected
 
 
 def test_the_table_is_read_by_the_same_code_in_both_packages():

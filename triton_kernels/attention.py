@@ -1,24 +1,17 @@
-"""The public functions: check arguments, choose the kernel and how much to fuse, launch."""
+"""The public functions: check arguments, choose how much to fuse, launch."""
 
 import functools
-import math
 
 import torch
 import triton
 
-from triton_kernels.checks import check_arguments
+from triton_kernels.calls import aligned, attention_call, rotate_call, rotate_in_order_call
+from triton_kernels.checks import Form, check_arguments, form_of
 from triton_kernels.dispatch import goes_unseen
-from triton_kernels.launch import auto_fuse, find_launch, head_split, window_limit
-from triton_kernels.launch_table import Launch
+from triton_kernels.launch import auto_fuse, launch_source
 from triton_kernels.reference import rope_attention_reference
-from triton_kernels.rotate_kernel import rotate_in_order_kernel, rotate_kernel
 from triton_kernels.run import run
-from triton_kernels.stream_kernel import stream_kernel
-from triton_kernels.window_kernel import window_kernel
 
-LOG2_E = 1.4426950408889634
-# Vectors of a program that rotates in order; all shapes are alike to it.
-IN_ORDER = Launch(block=256, block_k=1, num_warps=4, num_stages=1)
 INTERPRETED = triton.knobs.runtime.interpret
 
 
@@ -65,13 +58,13 @@ def fused_rope_attention(
     Differentiable in q, k, v, cos and sin in reverse mode, repeatedly: the backward pass runs
     through the reference.
     """
-    check_arguments(
+    form = check_arguments(
         (q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = max_seqlen, scale, fuse, implementation
     if goes_unseen((q, k, v, cos, sin)):
-        return attend(q, k, v, cos, sin, cu_seqlens, *options)
+        return attend(q, k, v, cos, sin, cu_seqlens, *options, form)
     varlen = torch.ops.fused_rope_attention.varlen.default
     return varlen(q, k, v, cos, sin, cu_seqlens, *options)
 
@@ -92,11 +85,13 @@ def fused_rope_attention_qkvpacked(
     That is what a QKV projection writes; it is neither split nor copied. Everything else is as in
     fused_rope_attention.
     """
-    check_arguments((qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
+    form = check_arguments(
+        (qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
+    )
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     options = max_seqlen, scale, fuse, implementation
     if goes_unseen((qkv, cos, sin)):
-        return attend(*qkv.unbind(1), cos, sin, cu_seqlens, *options)
+        return attend(*qkv.unbind(1), cos, sin, cu_seqlens, *options, form)
     qkvpacked = torch.ops.fused_rope_attention.qkvpacked.default
     return qkvpacked(qkv, cos, sin, cu_seqlens, *options)
 
@@ -135,8 +130,12 @@ def attend(
     scale: float,
     fuse: str,
     implementation: str,
+    form: Form | None = None,
 ) -> torch.Tensor:
-    """The computation behind the registered operators; the arguments are checked."""
+    """The computation behind the registered operators; the arguments are checked.
+
+    form is that of all tensors as the caller of a public function passed them, where it is known.
+    """
     kernel = runs_kernel(q.device, implementation)
     if q.numel() == 0 or cu_seqlens.shape[0] == 1:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -154,67 +153,16 @@ def attend(
         q, k = _rotate_both(q, k, cos, sin)
     elif fuse == "q":
         k = _rotate(k, cos, sin)
-    return _launch(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse)
-
-
-def _launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    fuse: str,
-) -> torch.Tensor:
-    tokens, heads, head_dim = q.shape
-    segments = cu_seqlens.shape[0] - 1
+    if fuse != "qk" or form is None:
+        form = form_of((q, k, v, cos, sin, cu_seqlens))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    aligned, angle_unit, strides = _strides((q, k, v), (cos, sin))
-    if aligned and max_seqlen <= window_limit(q.dtype):
-        launch = find_launch("window", q, max_seqlen)
-        kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
-    else:
-        name = "rotating_stream" if fuse == "qk" else "stream"
-        launch = find_launch(name, q, max_seqlen, aligned)
-        programs = triton.cdiv(tokens, launch.block) * heads
-        kernel, blocks = stream_kernel, (launch.block, launch.block_k)
-    split = head_split(head_dim)
-    run(
-        kernel, programs, launch, aligned,
-        (q, k, v, out, cos, sin, cu_seqlens, tokens, segments, scale * LOG2_E, *strides),
-        (
-            heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit,
-            fuse != "none", fuse == "qk", *blocks,
-        ),
-    )  # fmt: skip
+    tensors = q, k, v, out, cos, sin, cu_seqlens
+    addresses = [x.data_ptr() for x in tensors]
+    source = launch_source(q.device.index)
+    # How cu_seqlens lies makes no difference.
+    call = attention_call(form, aligned(addresses[:-1]), source, max_seqlen, scale, fuse)
+    run(call, tensors, addresses)
     return out
-
-
-def _strides(
-    tensors: tuple[torch.Tensor, ...], angles: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[bool, int, tuple[int, ...]]:
-    """Whether rows are aligned to 16 bytes, the unit of the angles' stride, and in the kernels'
-    units the token and head strides and the angles'.
-    """
-    addresses = 0
-    for x in (*tensors, *angles):
-        addresses |= x.data_ptr()
-    strides = tuple([x.stride() for x in tensors])
-    return _in_units(strides, angles[0].stride(0), addresses % 16 == 0)
-
-
-@functools.lru_cache(maxsize=4096)
-def _in_units(
-    strides: tuple[tuple[int, ...], ...], angle_stride: int, addresses_aligned: bool
-) -> tuple[bool, int, tuple[int, ...]]:
-    """What _strides returns, remembered: worked out anew it would cost each call microseconds."""
-    rows = [stride for of_tensor in strides for stride in of_tensor[:2]]
-    if not addresses_aligned or any(stride % 8 for stride in rows):
-        return False, 1, (*rows, angle_stride)
-    unit = math.gcd(angle_stride, 4)
-    return True, unit, (*[stride // 8 for stride in rows], angle_stride // unit)
 
 
 def _rotate_both(
@@ -236,19 +184,11 @@ def _rotate_both(
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [tokens, heads, head_dim] rotated, in the paired order that the attention kernels read."""
-    tokens, heads, head_dim = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    aligned, angle_unit, strides = _strides((x, out), (cos, sin))
-    launch, split = find_launch("rotate", x, 1, aligned), head_split(head_dim)
-    programs = triton.cdiv(tokens, launch.block) * triton.cdiv(heads, launch.block_k)
-    run(
-        rotate_kernel, programs, launch, aligned,
-        (x, out, cos, sin, tokens, heads, *strides),
-        (
-            head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit,
-            launch.block, launch.block_k,
-        ),
-    )  # fmt: skip
+    tensors = x, out, cos, sin
+    addresses = [x.data_ptr() for x in tensors]
+    call = rotate_call(form_of(tensors), aligned(addresses), launch_source(x.device.index))
+    run(call, tensors, addresses)
     return out
 
 
@@ -259,13 +199,7 @@ def rotate_in_order(
 
     Dims behind the rotary ones are left as they are in out.
     """
-    tokens, heads, _ = x.shape
-    half = cos.shape[1]
-    vector = math.gcd(half, 16 // x.element_size())
-    aligned, angle_unit, strides = _strides((x, out), (cos, sin))
-    programs = triton.cdiv(tokens * heads * (half // vector), IN_ORDER.block)
-    run(
-        rotate_in_order_kernel, programs, IN_ORDER, aligned,
-        (x, out, cos, sin, tokens, heads, *strides),
-        (half, vector, aligned, angle_unit, IN_ORDER.block),
-    )  # fmt: skip
+    tensors = x, out, cos, sin
+    addresses = [x.data_ptr() for x in tensors]
+    call = rotate_in_order_call(form_of(tensors), aligned(addresses))
+    run(call, tensors, addresses)

@@ -2,7 +2,6 @@
 
 import math
 from numbers import Integral
-from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -16,10 +15,17 @@ MAX_TOKEN_STRIDE = 2**23
 MAX_TOKENS = 2**30
 MAX_SEGMENTS = 2**22
 
-# Dtypes, devices, shapes and strides that passed, which is all that is looked at of plain tensors:
-# to look anew would cost a call 5 microseconds.
-_passed: set[tuple[tuple[Any, ...], ...]] = set()
+# What a call looks at of each plain tensor: dtype, device, shape and strides.
+Form = tuple[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]], ...]
+
+# Forms that passed: to look anew would cost a call 5 microseconds.
+_passed: set[Form] = set()
 MAX_PASSED = 4096
+
+
+def form_of(tensors: tuple[torch.Tensor, ...]) -> Form:
+    """What stands for plain tensors where a call of the same form is to be known again."""
+    return tuple([(x.dtype, x.device, x.shape, x.stride()) for x in tensors])
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int | None = None) -> None:
@@ -64,14 +70,16 @@ def check_arguments(
     scale: float | None,
     fuse: str,
     implementation: str,
-) -> None:
+) -> Form | None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
 
     And NotImplementedError for one that carries a forward-mode derivative.
 
-    tensors are (q, k, v), or (qkv,) alone.
+    tensors are (q, k, v), or (qkv,) alone. Returns the form of (*tensors, cos, sin, cu_seqlens);
+    None where there are other types than plain tensors among them, or symbols for shapes.
     """
-    if max_seqlen is not None and (not isinstance(max_seqlen, Integral) or max_seqlen < 0):
+    # int comes first: to ask the abstract class takes longer.
+    if max_seqlen is not None and (not isinstance(max_seqlen, (int, Integral)) or max_seqlen < 0):
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
@@ -80,21 +88,21 @@ def check_arguments(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     everything = (*tensors, cos, sin, cu_seqlens)
-    # Not looked up: shapes in a trace, which may be symbols, and other types than plain tensors.
-    if torch.compiler.is_compiling() or {type(x) for x in everything} != {torch.Tensor}:
+    form = None
+    # In a trace shapes may be symbols.
+    if not torch.compiler.is_compiling() and {type(x) for x in everything} == {torch.Tensor}:
+        form = form_of(everything)
+    if form is None or form not in _passed:
         _check_tensors(tensors, names, cos, sin, cu_seqlens)
-    else:
-        forms = tuple([(x.dtype, x.device, x.shape, x.stride()) for x in everything])
-        if forms not in _passed:
-            _check_tensors(tensors, names, cos, sin, cu_seqlens)
-            if len(_passed) < MAX_PASSED:
-                _passed.add(forms)
+        if form is not None and len(_passed) < MAX_PASSED:
+            _passed.add(form)
     # PyTorch drops the tangents of an operator that has no forward mode, in silence.
     dual_level = forward_ad._current_level >= 0
     if dual_level and any(forward_ad.unpack_dual(x).tangent is not None for x in everything):
         raise NotImplementedError(
             "forward-mode differentiation is not supported, use reverse mode (backward, grad)"
         )
+    return form
 
 
 def _check_tensors(

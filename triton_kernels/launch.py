@@ -50,19 +50,36 @@ def auto_fuse(dtype: torch.dtype, max_seqlen: int) -> str:
     return "qk" if max_seqlen <= window_limit(dtype) else "none"
 
 
-def find_launch(kernel: str, x: torch.Tensor, max_seqlen: int, aligned: bool = True) -> Launch:
-    """How to launch a kernel, one of the table's KERNELS, on x [tokens, heads, head_dim].
+class LaunchSource(NamedTuple):
+    """Where a call's launches come from: a table, and the GPU to look up in it."""
+
+    table: Table
+    gpu: Gpu | None
+
+
+def launch_source(index: int | None) -> LaunchSource:
+    """The table in use, for a CUDA device by its index; None is a CPU."""
+    return LaunchSource(_table.get(), gpu(index))
+
+
+def find_launch(
+    source: LaunchSource,
+    kernel: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    max_seqlen: int,
+    rows: int,
+    aligned: bool = True,
+) -> Launch:
+    """How to launch a kernel, one of the table's KERNELS; rows are tokens times heads.
 
     Unaligned tensors have rows of their own, with tiles of 32 rows: those keep them away from the
     asynchronous tensor-core products, of which ptxas 12.8, which Triton 3.6 brings along,
     miscompiles two that share a staging buffer.
     """
-    operands = "single" if x.dtype == torch.float32 else "half"
-    tokens, heads, head_dim = x.shape
-    shape = Shape(
-        kernel, operands if aligned else "unaligned", head_dim, max_seqlen, tokens * heads
-    )
-    return _table.get().find(gpu(x.device.index), shape)
+    operands = "single" if dtype == torch.float32 else "half"
+    shape = Shape(kernel, operands if aligned else "unaligned", head_dim, max_seqlen, rows)
+    return source.table.find(source.gpu, shape)
 
 
 @functools.cache

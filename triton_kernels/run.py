@@ -1,7 +1,10 @@
 """Launching a kernel, which Triton makes slow: it looks at every argument of every call."""
 
-from typing import Any
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
@@ -9,42 +12,81 @@ from triton.runtime.jit import JITFunction
 
 from triton_kernels.launch_table import Launch
 
-# As many binaries as there are kinds of calls: nothing of a call's size is in the key.
-_compiled: dict[tuple, CompiledKernel] = {}
 
+@dataclass(slots=True)
+class Binary:
+    """A kernel's machine code, known once Triton has been asked for it.
 
-def run(
-    kernel: JITFunction,
-    programs: int,
-    launch: Launch,
-    aligned: bool,
-    arguments: tuple[Any, ...],
-    constants: tuple[Any, ...],
-) -> None:
-    """Run kernel(*arguments, *constants) on a one-dimensional grid.
-
-    Of aligned tensors the binary depends on nothing but the first one's dtype and device, the
-    constants and the launch, since numbers are not specialised on: it is taken from a dictionary.
+    Attributes:
+        compiled: None until then; for good in the interpreter, which compiles nothing.
     """
-    x = arguments[0]
-    key = (kernel.__name__, x.dtype, x.device, constants, launch) if aligned else None
-    compiled = _compiled.get(key)
+
+    compiled: CompiledKernel | None = None
+
+
+class Call(NamedTuple):
+    """All of a launch but its tensors.
+
+    Attributes:
+        kernel: takes the tensors, the numbers and the constants, in this order.
+        programs: of a one-dimensional grid.
+        launch: block sizes, warps, stages, registers.
+        numbers: sizes, scale and strides.
+        constants: what the kernel is compiled for.
+        device: index of the GPU; None for the CPU, where Triton interprets.
+        binary: what is launched, see `binary_of`; None where Triton has to look at each call.
+    """
+
+    kernel: JITFunction
+    programs: int
+    launch: Launch
+    numbers: tuple[int | float, ...]
+    constants: tuple[Any, ...]
+    device: int | None
+    binary: Binary | None
+
+
+# As many as there are kinds of calls: nothing of a call's size is in the key.
+@functools.cache
+def binary_of(
+    kernel: JITFunction,
+    dtype: torch.dtype,
+    device: torch.device,
+    constants: tuple[Any, ...],
+    launch: Launch,
+) -> Binary:
+    """The binary that serves all calls with aligned tensors of one dtype on one device.
+
+    It depends on nothing else, since numbers are not specialised on.
+    """
+    return Binary()
+
+
+def run(call: Call, tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> None:
+    """Launch a call on its tensors, which are on the current device and lie at these addresses."""
+    binary = call.binary
+    compiled = None if binary is None else binary.compiled
     if compiled is not None and not _hooked():
-        stream = driver.active.get_current_stream(x.device.index)
-        binary, metadata = compiled.function, compiled.packed_metadata
+        stream = driver.active.get_current_stream(call.device)
         hooks = (None, None, None)  # what Triton would gather for a profiler takes it microseconds
-        compiled.run(programs, 1, 1, stream, binary, metadata, *hooks, *arguments, *constants)
+        # Of a tensor Triton would ask the driver whose memory it is.
+        compiled.run(
+            call.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks,
+            *addresses, *call.numbers, *call.constants,
+        )  # fmt: skip
         return
-    compiled = kernel[(programs,)](
-        *arguments,
-        *constants,
+    launch = call.launch
+    compiled = call.kernel[(call.programs,)](
+        *tensors,
+        *call.numbers,
+        *call.constants,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         maxnreg=launch.maxnreg,
         enable_fp_fusion=True,
     )
-    if aligned and isinstance(compiled, CompiledKernel):  # the interpreter returns none
-        _compiled[key] = compiled
+    if binary is not None and isinstance(compiled, CompiledKernel):  # the interpreter returns none
+        binary.compiled = compiled
 
 
 def _hooked() -> bool:

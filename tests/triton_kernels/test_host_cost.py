@@ -1,6 +1,7 @@
 """What a warmed-up call costs the host: some microseconds, and no waiting for the GPU."""
 
 import contextlib
+import os
 import time
 
 import pytest
@@ -10,8 +11,9 @@ import triton_kernels
 
 pytestmark = pytest.mark.gpu
 
-MAX_US = 30
-# A shared machine's cores are at times half as fast for seconds, and run other tests meanwhile.
+# Among other test processes a core does less, and never has a moment without them.
+MAX_US = 40 if "PYTEST_XDIST_WORKER" in os.environ else 30
+# A shared machine's cores are at times half as fast for seconds.
 PATIENCE_S = 20
 SEGMENTS, LENGTH, HEADS, HEAD_DIM = 16, 64, 16, 80
 

@@ -8,6 +8,7 @@ from triton_kernels.launch_table import Launch
 
 LAUNCH = Launch(64, 64, 4, 1)
 X = torch.zeros(4, dtype=torch.bfloat16)
+ADDRESSES = [X.data_ptr()]
 
 
 class Binary:
@@ -49,9 +50,22 @@ class Driver:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(run_module, "CompiledKernel", Binary)
-    monkeypatch.setattr(run_module, "_compiled", {})
     monkeypatch.setattr(run_module, "driver", Driver)
     return Kernel()
+
+
+def call(kernel, programs=7, numbers=(100, 0.5), aligned=True, **kind):
+    """A call of one kind; what its binary depends on may be another's."""
+    kind = {"dtype": X.dtype, "device": X.device, "constants": (16, 80), "launch": LAUNCH} | kind
+    binary = run_module.binary_of(kernel, **kind) if aligned else None
+    device = kind["device"].index
+    return run_module.Call(
+        kernel, programs, kind["launch"], numbers, kind["constants"], device, binary
+    )
+
+
+def run(kernel, **options):
+    run_module.run(call(kernel, **options), (X,), ADDRESSES)
 
 
 def launched_by(kernel):
@@ -59,45 +73,45 @@ def launched_by(kernel):
 
 
 def test_triton_looks_at_the_first_call_alone(kernel):
-    run_module.run(kernel, 7, LAUNCH, True, (X, 100, 0.5), (16, 80))
-    run_module.run(kernel, 9, LAUNCH, True, (X, 200, 0.25), (16, 80))
+    run(kernel, programs=7, numbers=(100, 0.5))
+    run(kernel, programs=9, numbers=(200, 0.25))
     assert launched_by(kernel) == ["triton", "binary"]
     _, grid, arguments, options = kernel.calls[0]
     assert (grid, arguments) == ((7,), (X, 100, 0.5, 16, 80))
     assert options["num_warps"] == 4
     assert options["maxnreg"] is None
-    assert kernel.calls[1] == ("binary", (9, 1, 1), (X, 200, 0.25, 16, 80))
+    assert kernel.calls[1] == ("binary", (9, 1, 1), (X.data_ptr(), 200, 0.25, 16, 80))
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"arguments": (X.half(), 100)},
+        {"dtype": torch.float16},
+        {"device": torch.device("cuda", 1)},
         {"constants": (16, 72)},
         {"launch": LAUNCH._replace(maxnreg=128)},
     ],
 )
 def test_what_a_binary_depends_on(kernel, other):
-    first = {"launch": LAUNCH, "aligned": True, "arguments": (X, 100), "constants": (16, 80)}
-    run_module.run(kernel, 7, **first)
-    run_module.run(kernel, 7, **first | other)
+    run(kernel)
+    run(kernel, **other)
     assert launched_by(kernel) == ["triton", "triton"]
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_a_profilers_hooks_are_left_to_triton(kernel, name):
     hooks = getattr(run_module.knobs.runtime, name)
-    run_module.run(kernel, 7, LAUNCH, True, (X, 100), (16, 80))
+    run(kernel)
     hooks.add(print)
     try:
-        run_module.run(kernel, 7, LAUNCH, True, (X, 100), (16, 80))
+        run(kernel)
     finally:
         hooks.remove(print)
-    run_module.run(kernel, 7, LAUNCH, True, (X, 100), (16, 80))
+    run(kernel)
     assert launched_by(kernel) == ["triton", "triton", "binary"]
 
 
 def test_unaligned_tensors_are_looked_at_each_time(kernel):
     for _ in range(2):
-        run_module.run(kernel, 7, LAUNCH, False, (X, 100), (16, 80))
+        run(kernel, aligned=False)
     assert launched_by(kernel) == ["triton", "triton"]

@@ -1,0 +1,129 @@
+"""What is launched for a call, from the form of its tensors.
+
+Remembered by form: to work it out anew would cost each call microseconds.
+"""
+
+import functools
+import math
+import operator
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from triton_kernels.checks import Form
+from triton_kernels.launch import LaunchSource, find_launch, head_split, window_limit
+from triton_kernels.launch_table import Launch
+from triton_kernels.rotate_kernel import rotate_in_order_kernel, rotate_kernel
+from triton_kernels.run import Call, binary_of
+from triton_kernels.stream_kernel import stream_kernel
+from triton_kernels.window_kernel import window_kernel
+
+LOG2_E = 1.4426950408889634
+# Vectors of a program that rotates in order; all shapes are alike to it.
+IN_ORDER = Launch(block=256, block_k=1, num_warps=4, num_stages=1)
+
+_remembered = functools.lru_cache(4096)
+
+
+class _Tensor(NamedTuple):
+    """One tensor of a form."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+def aligned(addresses: list[int]) -> bool:
+    """Whether all are multiples of 16 bytes, which a form does not tell."""
+    return functools.reduce(operator.or_, addresses) % 16 == 0
+
+
+@_remembered
+def attention_call(
+    form: Form, at_16: bool, source: LaunchSource, max_seqlen: int, scale: float, fuse: str
+) -> Call:
+    """Attention, of the form of (q, k, v, cos, sin, cu_seqlens) or (qkv, cos, sin, cu_seqlens).
+
+    at_16 says that their addresses are aligned; "q" and "none" that rows are rotated already.
+    """
+    *qkv, cos, _, cu_seqlens = (_Tensor(*x) for x in form)
+    x = qkv[0]
+    tokens, (heads, head_dim) = x.shape[0], x.shape[-2:]
+    packed = len(qkv) == 1
+    rows = [x.strides[0], x.strides[2]] * 3 if packed else [s for x in qkv for s in x.strides[:2]]
+    aligned, angle_unit, strides = _in_units(rows, cos, at_16)
+    segments = cu_seqlens.shape[0] - 1
+    shape = x.dtype, head_dim, max_seqlen, tokens * heads
+    if aligned and max_seqlen <= window_limit(x.dtype):
+        launch = find_launch(source, "window", *shape)
+        kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
+    else:
+        name = "rotating_stream" if fuse == "qk" else "stream"
+        launch = find_launch(source, name, *shape, aligned)
+        programs = triton.cdiv(tokens, launch.block) * heads
+        kernel, blocks = stream_kernel, (launch.block, launch.block_k)
+    split = head_split(head_dim)
+    numbers = tokens, segments, scale * LOG2_E, *strides
+    constants = (
+        heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit,
+        fuse != "none", fuse == "qk", *blocks,
+    )  # fmt: skip
+    return _call(kernel, programs, launch, numbers, constants, x, aligned)
+
+
+@_remembered
+def rotate_call(form: Form, at_16: bool, source: LaunchSource) -> Call:
+    """Rotation into paired order, of the form of (x, out, cos, sin)."""
+    x, out, cos, _ = (_Tensor(*x) for x in form)
+    tokens, heads, head_dim = x.shape
+    aligned, angle_unit, strides = _in_units([*x.strides[:2], *out.strides[:2]], cos, at_16)
+    launch = find_launch(source, "rotate", x.dtype, head_dim, 1, tokens * heads, aligned)
+    programs = triton.cdiv(tokens, launch.block) * triton.cdiv(heads, launch.block_k)
+    split = head_split(head_dim)
+    constants = (
+        head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit,
+        launch.block, launch.block_k,
+    )  # fmt: skip
+    numbers = tokens, heads, *strides
+    return _call(rotate_kernel, programs, launch, numbers, constants, x, aligned)
+
+
+@_remembered
+def rotate_in_order_call(form: Form, at_16: bool) -> Call:
+    """Rotation that keeps the order of columns, of the form of (x, out, cos, sin)."""
+    x, out, cos, _ = (_Tensor(*x) for x in form)
+    tokens, heads, _ = x.shape
+    half = cos.shape[1]
+    vector = math.gcd(half, 16 // x.dtype.itemsize)
+    aligned, angle_unit, strides = _in_units([*x.strides[:2], *out.strides[:2]], cos, at_16)
+    programs = triton.cdiv(tokens * heads * (half // vector), IN_ORDER.block)
+    constants = half, vector, aligned, angle_unit, IN_ORDER.block
+    numbers = tokens, heads, *strides
+    return _call(rotate_in_order_kernel, programs, IN_ORDER, numbers, constants, x, aligned)
+
+
+def _in_units(rows: list[int], cos: _Tensor, at_16: bool) -> tuple[bool, int, tuple[int, ...]]:
+    """Whether rows are aligned to 16 bytes, the unit of the angles' stride, and in the kernels'
+    units the token and head strides, which are `rows` in elements, and the angles' stride.
+    """
+    angle_stride = cos.strides[0]
+    if not at_16 or any(stride % 8 for stride in rows):
+        return False, 1, (*rows, angle_stride)
+    unit = math.gcd(angle_stride, 4)
+    return True, unit, (*[stride // 8 for stride in rows], angle_stride // unit)
+
+
+def _call(
+    kernel: JITFunction,
+    programs: int,
+    launch: Launch,
+    numbers: tuple[int | float, ...],
+    constants: tuple[int | bool, ...],
+    x: _Tensor,
+    aligned: bool,
+) -> Call:
+    binary = binary_of(kernel, x.dtype, x.device, constants, launch) if aligned else None
+    return Call(kernel, programs, launch, numbers, constants, x.device.index, binary)
