@@ -102,9 +102,14 @@ class GraphTimer:
         return self._outputs
 
     def run_eagerly(self, rounds: int) -> None:
-        """Launch every set's call some times without the graph and wait: for a profiler to see."""
-        for arguments in self._sets * rounds:
-            self.call(*arguments)
+        """Launch every set's call some times without the graph and wait: for a profiler to see.
+
+        Results are kept, as in the graph and in JAX's rounds: written to the same memory at every
+        call, they would stay in the cache.
+        """
+        results: list[torch.Tensor] = []
+        for _ in range(rounds):
+            results[:] = [self.call(*arguments) for arguments in self._sets]
         torch.cuda.synchronize()
 
     def host_us(self) -> float:

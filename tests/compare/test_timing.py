@@ -1,7 +1,10 @@
+import weakref
+
 import pytest
+import torch
 
 from compare.ceilings import Ceilings
-from compare.timing import Timing, time_wall
+from compare.timing import GraphTimer, Timing, time_wall
 
 
 def test_median_and_spread():
@@ -17,6 +20,23 @@ def test_wall_time_waits_for_every_call():
     assert waited == list(range(timing.samples))
     assert timing.samples >= 10
     assert timing.median_us > 0
+
+
+def test_profiled_calls_write_to_memory_of_their_own(monkeypatch):
+    """A call whose result lay where the last one's did would find it in the cache."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    results, alive = [], []
+
+    def call(x):
+        alive.append(sum(result() is not None for result in results))
+        result = x.clone()
+        results.append(weakref.ref(result))
+        return result
+
+    timer = object.__new__(GraphTimer)  # a whole one wants a GPU
+    timer.call, timer._sets = call, [(torch.ones(2),)] * 3
+    timer.run_eagerly(2)
+    assert alive == [0, 1, 2, 3, 4, 5]
 
 
 def test_floors():
