@@ -159,8 +159,9 @@ def attend(
     tensors = q, k, v, out, cos, sin, cu_seqlens
     addresses = [x.data_ptr() for x in tensors]
     source = launch_source(q.device.index)
-    # How cu_seqlens lies makes no difference.
-    call = attention_call(form, aligned(addresses[:-1]), source, max_seqlen, scale, fuse)
+    # How cu_seqlens lies makes no difference. What is remembered must not hold a scale of another
+    # type: an equal one would be given it, and a tensor's value changes.
+    call = attention_call(form, aligned(addresses[:-1]), source, max_seqlen, float(scale), fuse)
     run(call, tensors, addresses)
     return out
 

@@ -97,6 +97,24 @@ def test_what_passed_before_lets_no_other_argument_pass(name, kind):
             attend(**{name: wrong[kind]()})
 
 
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.asarray, torch.tensor])
+def test_a_scale_of_another_type_is_its_value(kind):
+    scales = [0.3, 0.7]
+    rounded = [float(kind(scale)) for scale in scales]
+    results = [attend(scale=kind(scale), implementation="triton") for scale in scales]
+    expected = [attend(scale=scale, implementation="triton") for scale in rounded]
+    for result, of_a_float in zip(results, expected, strict=True):
+        assert torch.equal(result, of_a_float)
+
+
+def test_a_scale_that_changes_in_place():
+    scale = torch.tensor(0.25)
+    attend(scale=scale, implementation="triton")
+    scale.fill_(0.5)
+    result = attend(scale=scale, implementation="triton")
+    assert torch.equal(result, attend(scale=0.5, implementation="triton"))
+
+
 @pytest.mark.parametrize("name", ["k", "v", "cos", "sin", "cu_seqlens"])
 def test_all_tensors_must_be_on_one_device(name):
     x = dict(zip(NAMES, CASE.separate, strict=True))[name]
