@@ -44,7 +44,9 @@ def configure() -> None:
     """
     if not has_gpu():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".5")
+    # JAX refuses it under its old and its new name together.
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", ".5")
 
 
 def device_name() -> str:

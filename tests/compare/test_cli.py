@@ -144,13 +144,24 @@ def test_report_and_readme(tmp_path):
     assert "![" in readme.read_text()
 
 
-def test_configure_keeps_what_the_user_set(monkeypatch):
+FRACTION = "XLA_CLIENT_MEM_FRACTION"
+OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+@pytest.mark.parametrize(
+    ("users", "fraction"),
+    [
+        ({"TRITON_INTERPRET": "0"}, {FRACTION: ".5"}),
+        ({"TRITON_INTERPRET": "0", FRACTION: ".2"}, {FRACTION: ".2"}),
+        ({"TRITON_INTERPRET": "0", OLD_FRACTION: ".2"}, {OLD_FRACTION: ".2"}),
+    ],
+)
+def test_configure_keeps_what_the_user_set(monkeypatch, users, fraction):
+    """And sets one name of JAX's fraction alone: it refuses both together."""
     monkeypatch.setattr(environment, "has_gpu", lambda: False)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setattr(os, "environ", dict(users))
     environment.configure()
-    assert os.environ["TRITON_INTERPRET"] == "0"
-    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == ".5"
+    assert os.environ == users | fraction
 
 
 def test_the_module_runs_and_imports_no_framework_for_help():
