@@ -216,7 +216,7 @@ def test_another_table_for_a_while(module, launch, package, monkeypatch):
     assert find("stream", 80, 300, 1) == before
 
 
-def test_rows_are_tokens_times_heads(module, launch, package):
+def test_a_row_for_few_rows(module, launch, package):
     row = {"kernel": "stream", "block_k": 16, "num_warps": 4, "num_stages": 1}
     launches = [row | {"max_rows": 6, "block": 16}, row | {"block": 32}]
     default = {"compute_capability": None, "launches": launches}

@@ -1,0 +1,85 @@
+"""What is launched for a form of tensors: nothing that it depends on is forgotten or left out."""
+
+import json
+
+import pytest
+import torch
+
+from triton_kernels.calls import attention_call, rotate_call, rotate_in_order_call
+from triton_kernels.checks import form_of
+from triton_kernels.launch import launch_source, launching_by
+from triton_kernels.launch_table import Table
+
+TOKENS, HEADS, HEAD_DIM = 6, 2, 16
+STREAM = 4096
+
+
+def table(*rows):
+    """A table whose kernels all take these launches, each the tile's rows and its conditions."""
+    launches = [
+        {"kernel": kernel, "block": block, "block_k": 16, "num_warps": 4, "num_stages": 1}
+        | conditions
+        for kernel in ("stream", "rotating_stream", "rotate")
+        for block, conditions in rows
+    ]
+    default = {"compute_capability": None, "launches": launches}
+    return Table.from_text(json.dumps({"default": default}))
+
+
+def tensors(tokens=TOKENS, heads=HEADS):
+    """qkv, cos, sin and cu_seqlens."""
+    angles = torch.empty(tokens, HEAD_DIM // 2)
+    cu_seqlens = torch.empty(3, dtype=torch.int32)
+    return torch.empty(tokens, 3, heads, HEAD_DIM), angles, angles, cu_seqlens
+
+
+def attention(form, at_16=True, max_seqlen=STREAM, scale=0.25, fuse="qk"):
+    return attention_call(form, at_16, launch_source(None), max_seqlen, scale, fuse)
+
+
+def rotation(qkv, cos, sin):
+    q = qkv[:, 0]
+    return rotate_call(form_of((q, q.contiguous(), cos, sin)), True, launch_source(None))
+
+
+def test_another_table_gives_another_launch_to_the_same_form():
+    form = form_of(tensors())
+    blocks = []
+    for block in (32, 64, 32):
+        with launching_by(table((block, {}))):
+            calls = attention(form), attention(form, fuse="none"), rotation(*tensors()[:3])
+            blocks.append({call.launch.block for call in calls})
+    assert blocks == [{32}, {64}, {32}]
+
+
+@pytest.mark.parametrize(("tokens", "heads", "block"), [(2, 3, 16), (6, 1, 16), (4, 2, 32)])
+def test_rows_are_tokens_times_heads(tokens, heads, block):
+    qkv, cos, sin, cu_seqlens = tensors(tokens, heads)
+    with launching_by(table((16, {"max_rows": 6}), (32, {}))):
+        assert attention(form_of((qkv, cos, sin, cu_seqlens))).launch.block == block
+        assert rotation(qkv, cos, sin).launch.block == block
+
+
+@pytest.mark.parametrize("at_16", [True, False])
+@pytest.mark.parametrize("max_seqlen", [8, STREAM])
+def test_packed_tensors_are_their_parts(at_16, max_seqlen):
+    qkv, *others = tensors()
+    packed, separate = form_of((qkv, *others)), form_of((*qkv.unbind(1), *others))
+    assert attention(packed, at_16, max_seqlen) == attention(separate, at_16, max_seqlen)
+
+
+def test_what_is_not_aligned_has_no_binary_that_is_known():
+    qkv, cos, sin, cu_seqlens = tensors()
+    narrow = torch.empty(TOKENS, 3, HEADS, HEAD_DIM + 4)[..., :HEAD_DIM]
+    x = qkv[:, 0]
+    aligned, elsewhere = form_of((x, x, cos, sin)), form_of((narrow[:, 0], x, cos, sin))
+    for form, at_16, known in (
+        (aligned, True, True),
+        (aligned, False, False),
+        (elsewhere, True, False),
+    ):
+        calls = rotate_call(form, at_16, launch_source(None)), rotate_in_order_call(form, at_16)
+        assert [call.binary is not None for call in calls] == [known] * 2
+    for x, at_16, known in ((qkv, True, True), (qkv, False, False), (narrow, True, False)):
+        call = attention(form_of((x, cos, sin, cu_seqlens)), at_16)
+        assert (call.binary is not None) == known
