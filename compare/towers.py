@@ -207,7 +207,11 @@ def peer_towers() -> list[TowerImplementation]:
 
 
 def free_memory() -> None:
-    """Hand back what towers that nobody holds any more have taken."""
+    """Hand back what towers that nobody holds any more have taken.
+
+    A recording that somebody still holds must not be replayed: the workspaces of its products were
+    taken before it was recorded, outside its own memory, and are handed back too.
+    """
     gc.collect()
     if torch.cuda.is_available():
         torch.compiler.reset()  # past a few variants of one function it would compile no more
