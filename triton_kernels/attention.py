@@ -5,7 +5,7 @@ import functools
 import torch
 import triton
 
-from triton_kernels.calls import aligned, attention_call, rotate_call, rotate_in_order_call
+from triton_kernels.calls import are_aligned, attention_call, rotate_call, rotate_in_order_call
 from triton_kernels.checks import Form, check_arguments, form_of
 from triton_kernels.dispatch import goes_unseen
 from triton_kernels.launch import auto_fuse, launch_source
@@ -161,7 +161,7 @@ def attend(
     source = launch_source(q.device.index)
     # How cu_seqlens lies makes no difference. What is remembered must not hold a scale of another
     # type: an equal one would be given it, and a tensor's value changes.
-    call = attention_call(form, aligned(addresses[:-1]), source, max_seqlen, float(scale), fuse)
+    call = attention_call(form, are_aligned(addresses[:-1]), source, max_seqlen, float(scale), fuse)
     run(call, tensors, addresses)
     return out
 
@@ -188,7 +188,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     tensors = x, out, cos, sin
     addresses = [x.data_ptr() for x in tensors]
-    call = rotate_call(form_of(tensors), aligned(addresses), launch_source(x.device.index))
+    call = rotate_call(form_of(tensors), are_aligned(addresses), launch_source(x.device.index))
     run(call, tensors, addresses)
     return out
 
@@ -202,5 +202,5 @@ def rotate_in_order(
     """
     tensors = x, out, cos, sin
     addresses = [x.data_ptr() for x in tensors]
-    call = rotate_in_order_call(form_of(tensors), aligned(addresses))
+    call = rotate_in_order_call(form_of(tensors), are_aligned(addresses))
     run(call, tensors, addresses)

@@ -36,7 +36,7 @@ class _Tensor(NamedTuple):
     strides: tuple[int, ...]
 
 
-def aligned(addresses: list[int]) -> bool:
+def are_aligned(addresses: list[int]) -> bool:
     """Whether all are multiples of 16 bytes, which a form does not tell."""
     return functools.reduce(operator.or_, addresses) % 16 == 0
 
