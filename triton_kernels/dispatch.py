@@ -20,8 +20,8 @@ def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether nobody but the caller would know of an operator's call on tensors.
 
     So it is where no derivative is to be recorded and nothing looks at operators: no compiler,
-    trace, transform, mode, profiler or tensor subclass. The computation behind the operator may
-    then be called itself.
+    trace, transform, mode, profiler, tensor subclass or tensor without memory (on "meta"). The
+    computation behind the operator may then be called itself.
     """
     if torch.compiler.is_compiling() or torch.autograd._profiler_enabled():
         return False
@@ -29,6 +29,6 @@ def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
         return False
     if _added_keys() | _ALWAYS_ADDED != _ALWAYS_ADDED:
         return False
-    if {type(x) for x in tensors} != {torch.Tensor}:
+    if {type(x) for x in tensors} != {torch.Tensor} or tensors[0].is_meta:
         return False
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))

@@ -1,5 +1,7 @@
 """Registration with torch.library: opaque to torch.compile, differentiable by the reference."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,9 +33,23 @@ def _differentiate(
     scale: float,
     needed: list[bool],
 ) -> list[torch.Tensor]:
-    """Differentiate the reference, computed again; tensors are (q, k, v, cos, sin) or packed."""
-    tensors = [x.detach().requires_grad_(n) for x, n in zip(tensors, needed, strict=True)]
-    return _pull(grad, tensors, cu_seqlens, scale, needed)
+    """Differentiate the reference, computed again; tensors are (q, k, v, cos, sin) or packed.
+
+    The results are contiguous.
+    """
+    with _recording():
+        tensors = [x.detach().requires_grad_(n) for x, n in zip(tensors, needed, strict=True)]
+        found = _pull(grad, tensors, cu_seqlens, scale, needed)
+    return [x.contiguous() for x in found]
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Where an operator may differentiate, which dispatch modes call with autograd left out."""
+    key = torch._C.DispatchKey
+    included = torch._C._SetExcludeDispatchKeyGuard
+    with included(key.AutogradFunctionality, False), included(key.ADInplaceOrView, False):
+        yield
 
 
 def _pull(
@@ -49,7 +65,8 @@ def _pull(
         q, k, v = qkv[0].unbind(1) if len(qkv) == 1 else qkv
         out = rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
     wanted = [x for x, n in zip(tensors, needed, strict=True) if n]
-    return list(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
+    with torch.autocast(grad.device.type, enabled=False):  # as in the reference
+        return list(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
 
 
 for _device in ("CPU", "CUDA"):
@@ -76,7 +93,7 @@ def _(
     scale: float,
     needed: list[bool],
 ) -> list[torch.Tensor]:
-    return [torch.empty_like(x) for x, n in zip(tensors, needed, strict=True) if n]
+    return [x.new_empty(x.shape) for x, n in zip(tensors, needed, strict=True) if n]
 
 
 def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:

@@ -55,6 +55,25 @@ def test_a_mode_sees_the_operator(mode, packed):
 
 
 @both_forms
+def test_gradients_within_a_mode(packed):
+    *tensors, cu_seqlens = arguments_of(packed)
+    tensors = [x.requires_grad_() for x in tensors]
+
+    def gradients():
+        out = attend(packed, *tensors, cu_seqlens)
+        first = torch.autograd.grad(out.square().sum(), tensors)
+        with_graph = torch.autograd.grad(attend(packed, *tensors, cu_seqlens).sum(), tensors[0],
+                                         create_graph=True)  # fmt: skip
+        return [*first, *torch.autograd.grad(with_graph[0].square().sum(), tensors)]
+
+    expected = gradients()
+    with DispatchWitness() as witness:
+        found = gradients()
+    assert "fused_rope_attention.backward.default" in witness.seen
+    assert all(map(torch.equal, found, expected))
+
+
+@both_forms
 def test_a_trace_holds_the_operator(packed):
     arguments = arguments_of(packed)
     traced = make_fx(lambda *x: attend(packed, *x))(*arguments)

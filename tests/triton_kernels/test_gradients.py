@@ -56,6 +56,24 @@ def test_only_what_requires_a_gradient_gets_one():
     assert all(x.grad is None for x in (q, v, cos, sin))
 
 
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_autocast_changes_no_bit(implementation):
+    *tensors, cu_seqlens = map(to_torch, make_case([5, 9], head_dim=16, dtype="float32").packed)
+    options = {"max_seqlen": 16, "implementation": implementation}
+
+    def results():
+        attend = public_function(True)
+        qkv = tensors[0].detach().requires_grad_()
+        out = attend(qkv, *tensors[1:], cu_seqlens, **options)
+        unseen = attend(*tensors, cu_seqlens, **options)
+        return unseen, out, *torch.autograd.grad(out.square().sum(), qkv)
+
+    expected = results()
+    with torch.autocast(tensors[0].device.type, torch.bfloat16):
+        found = results()
+    assert all(map(torch.equal, found, expected))
+
+
 def test_second_derivatives_of_tensors_that_depend_on_each_other():
     q, _, v, cos, sin, cu_seqlens = map(to_torch, make_case([5], head_dim=8, heads=1).separate)
     q, v = q.float(), v.float()

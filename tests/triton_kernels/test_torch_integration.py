@@ -27,6 +27,17 @@ def test_operators_are_registered_as_pytorch_asks(packed, requires_grad, impleme
     torch.library.opcheck(operator.default, (*arguments, 16, 0.25, "auto", implementation))
 
 
+@both_forms
+def test_the_backward_operator_is_registered_as_pytorch_asks(packed):
+    *tensors, cu_seqlens = arguments_of(packed)
+    *qkv, cos, sin = tensors
+    qkv = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in qkv]  # dense, but tokens inside
+    grad = torch.ones_like(tensors[0][:, 0] if packed else tensors[0])
+    operator = torch.ops.fused_rope_attention.backward.default
+    arguments = (grad, [*qkv, cos, sin], cu_seqlens, 0.25, [True] * len(tensors))
+    torch.library.opcheck(operator, arguments)
+
+
 def attend(packed, *arguments, **options):
     options = {"max_seqlen": 16, "implementation": "triton", **options}
     return public_function(packed)(*arguments, **options)
@@ -80,6 +91,18 @@ def test_fake_tensors_tell_shape_dtype_and_layout(packed):
     real = attend(packed, *arguments_of(packed, dtype="bfloat16"))
     assert (result.shape, result.dtype, result.device) == (real.shape, real.dtype, real.device)
     assert result.stride() == real.stride()
+
+
+@both_forms
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_meta_tensors_tell_shape_and_dtype(packed, requires_grad):
+    arguments = [
+        x.detach().to("meta").requires_grad_(requires_grad and x.is_floating_point())
+        for x in arguments_of(packed, dtype="bfloat16")
+    ]
+    result = attend(packed, *arguments, implementation="auto")
+    assert (result.shape, result.dtype) == ((16, *arguments[0].shape[-2:]), torch.bfloat16)
+    assert result.is_meta
 
 
 def test_the_kernel_on_a_cpu_needs_the_interpreter(monkeypatch):
