@@ -12,7 +12,7 @@ from pallas_kernels.checks import check_arguments
 from pallas_kernels.compile import compiler_params
 from pallas_kernels.launch import auto_fuse, find_launch, head_split, window_limit
 from pallas_kernels.launch_table import Launch
-from pallas_kernels.reference import rope_attention_reference
+from pallas_kernels.reference import refuse_longer, rope_attention_reference
 from pallas_kernels.rotate_kernel import rotate_kernel
 from pallas_kernels.stream_kernel import hoists, stream_kernel
 from pallas_kernels.window_kernel import window_kernel
@@ -42,7 +42,8 @@ def fused_rope_attention(
         cu_seqlens: [segments + 1] int32, cumulative segment starts. Segments may be empty; tokens
             before the first and behind the last are padding.
         max_seqlen: static upper bound on a segment's length. None: read from cu_seqlens, which must
-            then not be traced. Rows of a segment that is longer come out right or NaN, never wrong.
+            then not be traced. Rows of a segment that is longer come out right or NaN, never wrong;
+            their gradients are NaN.
         scale: static, positive factor of the logits; default head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice,
@@ -111,12 +112,13 @@ def _plan(
     fuse: str,
     implementation: str,
 ) -> tuple[_Plan, tuple[jax.Array, jax.Array, jax.Array]]:
+    values = cu_seqlens  # of NumPy under jit, they are known until they are an array of JAX
     cos, sin, cu_seqlens = (jnp.asarray(x) for x in (cos, sin, cu_seqlens))
     check_arguments(arrays, names, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
     if max_seqlen is None:
-        if isinstance(cu_seqlens, jax.core.Tracer):
+        if isinstance(values, jax.core.Tracer):
             raise ValueError("max_seqlen must be given where cu_seqlens is traced (under jit)")
-        max_seqlen = np.diff(np.asarray(cu_seqlens), prepend=0).max()
+        max_seqlen = np.diff(np.asarray(values), prepend=0).max()
     max_seqlen = int(max_seqlen)
     if fuse == "auto":
         fuse = auto_fuse(arrays[0].dtype, max_seqlen)
@@ -172,7 +174,9 @@ def _backward(plan: _Plan, arguments: tuple, grad: jax.Array) -> tuple:
     """Differentiate the reference, computed again from the saved arguments."""
     qkv, cos, sin, cu_seqlens = arguments
     _, pull = jax.vjp(lambda *x: _reference(plan, *x, cu_seqlens), qkv, cos, sin)
-    return *pull(grad), None
+    # A kernel may have served a segment longer than max_seqlen; the reference leaves it out.
+    refuse = functools.partial(refuse_longer, cu_seqlens=cu_seqlens, max_seqlen=plan.max_seqlen)
+    return *jax.tree.map(refuse, pull(grad)), None
 
 
 _attention.defvjp(_forward, _backward)
@@ -233,8 +237,8 @@ def _kernel(
             stream_kernel, **static, block=launch.block, block_k=launch.block_k
         )
     shape = (tokens, 1, heads, head_dim)
-    out = _call(kernel, programs, shape, v.dtype, launch, interpret)(q, k, v, cos, sin, cu_seqlens)
-    return out[:, 0]
+    operands = q, k, v, cos, sin, cu_seqlens
+    return _call(kernel, programs, shape, v.dtype, launch, interpret, operands)[:, 0]
 
 
 def _rotate(
@@ -254,7 +258,7 @@ def _rotate(
     )
     programs = pl.cdiv(tokens, launch.block) * pl.cdiv(heads, launch.block_k)
     shape = (tokens, len(parts), heads, head_dim)
-    return _call(kernel, programs, shape, x.dtype, launch, interpret)(x, cos, sin)
+    return _call(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))
 
 
 def _call(
@@ -264,8 +268,9 @@ def _call(
     dtype: jax.typing.DTypeLike,
     launch: Launch,
     interpret: bool,
-) -> jax.stages.Wrapped:
-    return pl.pallas_call(
+    operands: tuple[jax.Array, ...],
+) -> jax.Array:
+    call = pl.pallas_call(
         kernel,
         grid=(programs,),
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
@@ -273,3 +278,5 @@ def _call(
         interpret=interpret,
         name=kernel.func.__name__,
     )
+    with jax.enable_x64(False):  # numbers of rows are 32-bit
+        return call(*operands)

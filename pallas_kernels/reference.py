@@ -8,6 +8,9 @@ import jax.numpy as jnp
 # Rows of Q whose logits exist at once: bounds the memory of a long segment.
 QUERY_BLOCK = 256
 
+# Like cu_seqlens, whatever width integers have by default.
+integers = functools.partial(jnp.arange, dtype=jnp.int32)
+
 
 def rotate_reference(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Split-half (NeoX) rotation in fp32, then back to the dtype of x.
@@ -41,13 +44,15 @@ def rope_attention_reference(
     takes a block of rows and room for max_seqlen keys; rows of a longer segment are NaN.
     """
     tokens, segments = q.shape[0], cu_seqlens.shape[0] - 1
+    if tokens == 0:
+        return jnp.zeros_like(v)
     longest = tokens if max_seqlen is None else max(1, min(max_seqlen, tokens))
     block = min(QUERY_BLOCK, longest)
     q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
     bounds = jnp.clip(cu_seqlens, 0, tokens)
 
     def attend(out: jax.Array, start: jax.Array, end: jax.Array, first: jax.Array) -> jax.Array:
-        row, key = first + jnp.arange(block), start + jnp.arange(longest)
+        row, key = first + integers(block), start + integers(longest)
         take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
         key = jnp.where(key < end, key, tokens)  # past the end: read as 0, and masked
         row = jnp.where(row < end, row, tokens)  # past the end: not written
@@ -62,15 +67,25 @@ def rope_attention_reference(
         return jax.lax.cond(visited, attend, lambda out, *_: out, out, start, end, first), None
 
     blocks = -(-longest // block)
-    places = jnp.divmod(jnp.arange(segments * blocks), blocks)
+    places = jnp.divmod(integers(segments * blocks), blocks)
     out, _ = jax.lax.scan(step, jnp.zeros_like(v), places)
 
-    # A segment that breaks the promise of max_seqlen must not pass for a result.
-    row = jnp.arange(tokens)
+    return refuse_longer(out, cu_seqlens, max_seqlen)
+
+
+def refuse_longer(x: jax.Array, cu_seqlens: jax.Array, max_seqlen: int | None) -> jax.Array:
+    """x [tokens, ...] with NaN for the tokens of segments longer than max_seqlen.
+
+    A segment that breaks the promise of max_seqlen must not pass for a result.
+    """
+    tokens, segments = x.shape[0], cu_seqlens.shape[0] - 1
+    if max_seqlen is None or max_seqlen >= tokens or segments == 0:
+        return x
+    bounds, row = jnp.clip(cu_seqlens, 0, tokens), integers(tokens)
     segment = jnp.clip(jnp.searchsorted(bounds, row, side="right") - 1, 0, segments - 1)
     start, end = bounds[segment], bounds[segment + 1]
-    too_long = (start <= row) & (row < end) & (end - start > longest)
-    return jnp.where(too_long[:, None, None], jnp.nan, out)
+    too_long = (start <= row) & (row < end) & (end - start > max(1, max_seqlen))
+    return jnp.where(jnp.expand_dims(too_long, range(1, x.ndim)), jnp.nan, x)
 
 
 def _attend(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.kernel_cases import Case, exact, make_case
-from tests.kernel_contract import STREAM, WINDOW, both_kernels
+from tests.kernel_contract import STREAM, WINDOW, both_kernels, cut
 
 STEP = 1e-5  # of the central differences, in fp64
 
@@ -90,6 +90,32 @@ class GradientContract:
         for gradient in self.gradients(case, weights_for(case), max_seqlen=WINDOW):
             assert (gradient[case.padding] == 0).all()
             assert (gradient[~case.padding] != 0).any()
+
+    @pytest.mark.parametrize(
+        ("cu_seqlens", "tokens", "packed"),
+        [((0, 0), 0, False), ((0,), 0, True), ((0,), 5, False), ((2, 2, 2), 5, True)],
+        ids=str,
+    )
+    def test_gradients_are_zero_where_no_token_is_in_a_segment(self, cu_seqlens, tokens, packed):
+        case = cut(cu_seqlens, tokens=tokens, head_dim=16)
+        arguments = (case.packed if packed else case.separate)[:-1]
+        gradients = self.gradients(case, weights_for(case), packed=packed, max_seqlen=WINDOW)
+        for gradient, x in zip(gradients, arguments, strict=True):
+            assert gradient.shape == x.shape
+            assert (gradient == 0).all()
+
+    def test_gradients_of_a_longer_segment_are_right_or_nan(self):
+        case = make_case((9, 50, 16), head_dim=16, dtype="float32", trailing=4)
+        bound = WINDOW + 1  # the stream kernel, whose rows are right nevertheless
+        right, found = (
+            self.gradients(case, weights_for(case), max_seqlen=longest) for longest in (50, bound)
+        )
+        for x, expected in zip(found, right, strict=True):
+            start, end = case.segments[1]
+            if np.isnan(x[start:end]).any():
+                assert np.isnan(x[start:end]).all()
+                x[start:end] = expected[start:end]
+            np.testing.assert_allclose(x, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
     def test_gradients_have_the_dtypes_of_the_arguments(self):
         case = make_case((9, 14), head_dim=16)

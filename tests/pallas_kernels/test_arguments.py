@@ -1,7 +1,10 @@
 """What pallas_kernels refuses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_kernels
@@ -20,6 +23,14 @@ class TestReference(JaxAdapter, ArgumentContract):
 def test_numpy_arrays_are_taken():
     out = pallas_kernels.fused_rope_attention_qkvpacked(*CASE.packed, max_seqlen=8)
     assert isinstance(out, jax.Array)
+
+
+def test_cu_seqlens_of_numpy_needs_no_max_seqlen_under_jit():
+    *arrays, cu_seqlens = CASE.packed
+    attend = functools.partial(pallas_kernels.fused_rope_attention_qkvpacked, cu_seqlens=cu_seqlens)
+    np.testing.assert_array_equal(
+        jax.jit(attend)(*arrays), jax.jit(functools.partial(attend, max_seqlen=7))(*arrays)
+    )
 
 
 @pytest.mark.parametrize("implementation", ["auto", "triton", "reference"])

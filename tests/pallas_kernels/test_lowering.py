@@ -87,6 +87,12 @@ def test_any_number_of_heads(heads):
     assert kernels(lower(heads=heads, packed=False, max_seqlen=64)) == 1
 
 
+@pytest.mark.parametrize(("fuse", "max_seqlen"), [("qk", WINDOW), ("none", STREAM)])
+def test_where_integers_have_64_bits_by_default(fuse, max_seqlen):
+    with jax.enable_x64(True):
+        assert kernels(lower(fuse=fuse, max_seqlen=max_seqlen)) >= 1
+
+
 def test_packed_qkv_is_read_in_place():
     module = lower(max_seqlen=64)
     for copy in ("stablehlo.slice", "stablehlo.gather", "stablehlo.transpose", "stablehlo.concat"):
