@@ -34,7 +34,9 @@ def preprocess(
     Equal in every bit to Hugging Face's Qwen2VLImageProcessor with its Pillow backend. Its
     torchvision backend, which also prepares videos, differs in the last bit, and by at most two of
     255 grey levels where a frame is resized. Hugging Face's processors of videos have other limits,
-    and Qwen3-VL's divides them among the frames; here they are each frame's own.
+    and Qwen3-VL's divides them among the frames; here they are each frame's own. What is
+    transparent is laid over white; transformers 5.17 and older, and the function by which 5.23
+    loads files, show the colours beneath instead.
 
     Args:
         images: a list of images and clips, or a single one. An image is a PIL image, a path, or a
@@ -195,6 +197,9 @@ def _to_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
         raise ImageError(f"it has {pixels:,} pixels, more than {_MAX_SOURCE_PIXELS:,}")
     if upright:
         image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
     return image.convert("RGB")
 
 

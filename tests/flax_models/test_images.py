@@ -44,6 +44,12 @@ def pillow_processor(**settings):
     return Processor(**{"size": LIMITS, **settings})
 
 
+def transformers_version():
+    """Major and minor."""
+    transformers = pytest.importorskip("transformers")
+    return tuple(map(int, transformers.__version__.split(".")[:2]))
+
+
 def assert_near(ours, theirs, resized):
     """Torchvision rounds the normalisation otherwise, and has a bicubic filter of its own."""
     assert ours.shape == theirs.shape
@@ -91,6 +97,35 @@ def test_modes_equal_hugging_face(mode):
     image = Image.fromarray(photograph(90, 120)).convert(mode)
     theirs = pillow_processor()(images=[image], return_tensors="np")
     np.testing.assert_array_equal(preprocess(image)[0], theirs["pixel_values"])
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_laid_over_white(mode, tmp_path):
+    colours = photograph(56, 84)
+    if mode == "LA":
+        colours[:] = colours[:, :, :1]
+    alpha = photograph(56, 84, seed=1)[:, :, 0]
+    if mode == "P":
+        palette = colours.reshape(-1, 3)[:32]
+        image = Image.fromarray(alpha % 32)
+        image.putpalette(palette.tobytes())
+        colours, alpha = palette[alpha % 32], np.where(alpha % 32 == 5, 0, 255)
+        options = {"transparency": 5}
+    else:
+        image = Image.fromarray(np.dstack([colours, alpha])).convert(mode)
+        options = {}
+    image.save(tmp_path / "image.png", **options)
+    opacity = alpha[:, :, None] / 255
+    shown = np.round(colours * opacity + 255 * (1 - opacity)).astype(np.uint8)
+    grey_level = 1 / 255 / 0.26
+    pixel_values, _ = preprocess(tmp_path / "image.png")
+    np.testing.assert_allclose(pixel_values, preprocess(shown)[0], atol=1.1 * grey_level)
+    with Image.open(tmp_path / "image.png") as opened:
+        np.testing.assert_array_equal(pixel_values, preprocess(opened)[0])
+        processor = pillow_processor()
+        if transformers_version() >= (5, 23):  # 5.17 and older ignore transparency
+            theirs = processor(images=[opened], return_tensors="np")
+            np.testing.assert_array_equal(pixel_values, theirs["pixel_values"])
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
