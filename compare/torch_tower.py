@@ -78,7 +78,7 @@ class VisionTower(nn.Module):
         self.deepstack_mergers = nn.ModuleList(
             [PatchMerger(config, norm_merged=True) for _ in config.deepstack_visual_indexes]
         )
-        self.register_load_state_dict_post_hook(lambda tower, _: tower._forget_graphs())
+        self.register_load_state_dict_post_hook(VisionTower._forget_graphs)
 
     @property
     def device(self) -> torch.device:
@@ -152,7 +152,7 @@ class VisionTower(nn.Module):
         padded = F.pad(patches.detach().to(self.device), (0, 0, 0, padding))
         return padded, layout_tensors(layout, self.device)
 
-    def _forget_graphs(self) -> None:
+    def _forget_graphs(self, *_: Any) -> None:
         if self.graphs is not None:
             self.graphs.clear()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
@@ -229,11 +230,16 @@ def test_recordings_are_forgotten_when_parameters_move(config, recording_tower):
     assert np.abs(rows(recording_tower, patches, grid)).max() == 0 < np.abs(before).max()
 
 
-def test_a_copy_of_a_tower_records_for_itself(config, recording_tower):
+@pytest.mark.parametrize(
+    "clone",
+    [copy.deepcopy, lambda tower: pickle.loads(pickle.dumps(tower))],
+    ids=["copy", "pickle"],
+)
+def test_a_copy_of_a_tower_records_for_itself(config, recording_tower, clone):
     grid = GRIDS["clip"]
     patches = random_patches(config, grid)
     expected = rows(recording_tower, patches, grid)
-    copied = copy.deepcopy(recording_tower)
+    copied = clone(recording_tower)
     assert len(copied.graphs) == 0
     for parameter in recording_tower.parameters():
         parameter.zero_()
