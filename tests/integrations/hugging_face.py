@@ -1,4 +1,4 @@
-"""Small Hugging Face vision towers and models of the three families, with weights that tell."""
+"""Small Hugging Face vision towers and models of every family, with weights that tell."""
 
 import torch
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import (
@@ -13,6 +13,8 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -38,7 +40,8 @@ def vision_config(family):
             out_hidden_size=48,
             fullatt_block_indexes=[1],
         )
-    return Qwen3VLVisionConfig(
+    config = Qwen3VLMoeVisionConfig if family == "qwen3_moe" else Qwen3VLVisionConfig
+    return config(
         depth=3,
         hidden_size=144,
         num_heads=2,
@@ -53,6 +56,7 @@ CLASSES = {
     "qwen2": Qwen2VisionTransformerPretrainedModel,
     "qwen2_5": Qwen2_5_VisionTransformerPretrainedModel,
     "qwen3": Qwen3VLVisionModel,
+    "qwen3_moe": Qwen3VLMoeVisionModel,
 }
 
 

@@ -1,6 +1,7 @@
 """One line for Hugging Face users: `accelerate(model)` puts the fused attention into their model.
 
-For the vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL in transformers 4.57 and 5.
+For the vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, also with a mixture of experts, in
+transformers 4.57 and 5.
 """
 
 import contextlib
@@ -31,6 +32,7 @@ try:
     )
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 except ImportError as error:
     raise ImportError(
         f"triton_kernels.integrations.transformers needs transformers 4.57 or newer ({error}): "
@@ -43,6 +45,7 @@ TOWERS = (
     Qwen2VisionTransformerPretrainedModel,
     Qwen2_5_VisionTransformerPretrainedModel,
     Qwen3VLVisionModel,
+    Qwen3VLMoeVisionModel,
 )
 # Of the attention's arguments: what ours needs, and what it knows and can do without.
 _NEEDED = {"hidden_states", "cu_seqlens", "position_embeddings"}
