@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from compare import environment, parts, results
+from compare import environment, parts
 from compare.errors import InputError, UnavailableError
 
 _COMPARED = ("torch", "triton", "jax", "flax", "transformers")
@@ -49,14 +49,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m compare", description=_DESCRIPTION)
-    parser.set_defaults(run=parts.run_everything, part=None)
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="where results go and reports find them (default: compare/results)",
-    )
+    parser.set_defaults(run=parts.run_everything, part=None, results=None)
+    _add_results(parser)
     subparsers = parser.add_subparsers(title="parts", metavar="PART", parser_class=_Parser)
     _add_part(subparsers, "agreement", parts.run_agreement, "do kernels and towers agree?")
     kernels = _add_part(
@@ -95,12 +89,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     report = subparsers.add_parser("report", help="tables and charts from the result files")
     report.set_defaults(run=parts.run_report)
-    report.add_argument("--results", type=Path, default=results.DEFAULT_DIRECTORY, metavar="DIR")
+    _add_results(report)
     report.add_argument("--out", type=Path, metavar="FILE", help="default: report.md in DIR")
     report.add_argument(
         "--readme", type=Path, metavar="FILE", help="also renew the results block of this file"
     )
     return parser
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=argparse.SUPPRESS,  # or a part's default would take the place of what stood before
+        metavar="DIR",
+        help="where results go and reports find them (default: compare/results)",
+    )
 
 
 def _positive(text: str) -> float:
@@ -121,10 +125,11 @@ def _add_part(
 ) -> argparse.ArgumentParser:
     part = subparsers.add_parser(name, help=help_text, description=help_text)
     part.set_defaults(run=run, part=name)
+    _add_results(part)
     part.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
-        help=f"result file (on a GPU, default: {name}.json under compare/results/<device>)",
+        help=f"result file (default, on a GPU or with --results: <device>/{name}.json there)",
     )
     return part

@@ -32,7 +32,7 @@ class _ResultFile:
 
     Attributes:
         part: its name.
-        path: None where results are not kept: those of interpreters, unless a file is named.
+        path: None where results are not kept: those of interpreters, unless a place is named.
     """
 
     part: str
@@ -47,7 +47,7 @@ class _ResultFile:
 
 def run_agreement(options: Namespace) -> int:
     """Hold kernels and towers against each other and against fp64."""
-    return _check_agreement(options.json)
+    return _check_agreement(options.json, options.results)
 
 
 def run_kernels(options: Namespace) -> int:
@@ -114,7 +114,7 @@ def run_integration(options: Namespace) -> int:
 
 def run_trust(options: Namespace) -> int:
     """Put kernels and towers under stress."""
-    file = _result_file(options.part, options.json)
+    file = _result_file(options.part, options.json, options.results)
     from compare.trust import check_trust
 
     records = check_trust(options.seconds)
@@ -129,10 +129,11 @@ def run_trust(options: Namespace) -> int:
 
 def run_report(options: Namespace) -> int:
     """Write the report, and renew a README's results where one is named."""
-    out = write_report(options.results, options.out or options.results / "report.md")
+    directory = options.results or results.DEFAULT_DIRECTORY
+    out = write_report(directory, options.out or directory / "report.md")
     say(f"Wrote {out}")
     if options.readme is not None:
-        update_readme(options.readme, options.results)
+        update_readme(options.readme, directory)
         say(f"Renewed the results in {options.readme}")
     return AGREES
 
@@ -140,8 +141,7 @@ def run_report(options: Namespace) -> int:
 def run_everything(options: Namespace) -> int:
     """All that a newcomer wants to see: the main parts on a GPU, else agreement on small shapes."""
     if not environment.has_gpu():
-        path = options.results and results.default_path("agreement", "CPU", options.results)
-        status = _check_agreement(path)
+        status = _check_agreement(None, options.results)
         say(
             "No CUDA GPU here: the kernels ran in their interpreters, on small shapes. A GPU would "
             "add agreement at real size, timings beside the peers', and the report."
@@ -150,9 +150,8 @@ def run_everything(options: Namespace) -> int:
     directory = options.results or results.DEFAULT_DIRECTORY
     status = AGREES
     for part in ("agreement", "kernels", "towers", "integration"):
-        path = results.default_path(part, environment.device_name(), directory)
         # A process of its own: peak memory counts from zero, and no part can spoil the next.
-        command = [sys.executable, "-m", "compare", part, "--json", str(path)]
+        command = [sys.executable, "-m", "compare", part, "--results", str(directory)]
         code = subprocess.run(command, check=False).returncode
         # A part that was killed has a status of its own kind, which is no agreement either.
         status = max(status, code if code in (AGREES, BAD_INPUT) else DISAGREES)
@@ -160,8 +159,8 @@ def run_everything(options: Namespace) -> int:
     return status
 
 
-def _check_agreement(path: Path | None) -> int:
-    file = _result_file("agreement", path)
+def _check_agreement(path: Path | None, directory: Path | None) -> int:
+    file = _result_file("agreement", path, directory)
     from compare.agreement import check_kernels
     from compare.tower_agreement import check_towers
 
@@ -178,14 +177,16 @@ def _check_agreement(path: Path | None) -> int:
 def _benchmark_file(options: Namespace) -> _ResultFile:
     if not environment.has_gpu():
         raise InputError(f"{options.part} measures on a CUDA GPU, and this machine has none")
-    return _result_file(options.part, options.json)
+    return _result_file(options.part, options.json, options.results)
 
 
-def _result_file(part: str, path: Path | None) -> _ResultFile:
+def _result_file(part: str, path: Path | None, directory: Path | None) -> _ResultFile:
     """Refuse what cannot work before anything is measured."""
     if environment.has_gpu():
         _check_pytorch()
-        path = path or results.default_path(part, environment.device_name())
+        directory = directory or results.DEFAULT_DIRECTORY
+    if path is None and directory is not None:
+        path = results.default_path(part, environment.device_name(), directory)
     if path is not None:
         results.check_writable(path)
     return _ResultFile(part, path)

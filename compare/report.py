@@ -71,8 +71,10 @@ def update_readme(readme: Path, directory: Path) -> None:
     """
     try:
         text = readme.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot read {readme}: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"cannot read {readme}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

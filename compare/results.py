@@ -112,13 +112,15 @@ def check_writable(path: Path) -> None:
     """Make sure that a file can be written before hours are spent on its content.
 
     Raises:
-        InputError: its directory cannot be made or written, or the path is a directory.
+        InputError: its directory cannot be made or written, or the path is a directory or device.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make the directory for {path}: {error.strerror}") from None
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    # What is written is moved there, and would take a device's place.
+    other = path.exists() and not path.is_file()
+    if other or not os.access(path.parent, os.W_OK):
         raise InputError(f"cannot write results to {path}")
 
 
@@ -133,11 +135,17 @@ def write(results: Results, path: Path) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a file in one step."""
+    """Write a file in one step.
+
+    Raises:
+        InputError: the place cannot be written, or there is no room left.
+    """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -155,5 +163,12 @@ def read(path: Path) -> Results:
     if not isinstance(content, dict) or (missing := set(_REQUIRED) - content.keys()):
         wanted = ", ".join(sorted(missing)) if isinstance(content, dict) else "a JSON object"
         raise InputError(f"{path} is no result file: it lacks {wanted}")
+    records = content["records"]
+    if not isinstance(records, list) or not all(_is_record(record) for record in records):
+        raise InputError(f"{path} is no result file: its records lack {', '.join(_ALWAYS_WRITTEN)}")
     known = {name: content[name] for name in Results.__dataclass_fields__ if name in content}
     return Results(**({"part": path.stem} | known))
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() >= set(_ALWAYS_WRITTEN)

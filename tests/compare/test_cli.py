@@ -57,6 +57,16 @@ def test_agreement_writes_its_file_and_succeeds(agreement, tmp_path, capsys):
     assert "Agreement holds: 1 checks" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["before", "behind"])
+def test_results_go_to_the_directory_named_before_or_behind_the_part(
+    without_gpu, agreement, before, tmp_path
+):
+    named = ["--results", str(tmp_path)]
+    part = ["agreement"]
+    assert cli.main([*named, *part] if before else [*part, *named]) == parts.AGREES
+    assert results.read(tmp_path / "cpu" / "agreement.json").part == "agreement"
+
+
 @pytest.mark.parametrize("part", ["kernels", "towers"])
 def test_disagreement_is_status_1_and_still_written(agreement, part, tmp_path, capsys):
     agreement["kernels"] = [passing()]
@@ -133,15 +143,18 @@ def test_report_from_unreadable_results(tmp_path, capsys):
     assert "cannot read results from" in sentence(capsys)
 
 
-def test_report_and_readme(tmp_path):
+def test_report_and_readme(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     synthetic.write_all(tmp_path)
     readme = tmp_path / "README.md"
     readme.write_text("<!-- results:begin --><!-- results:end -->")
-    arguments = ["report", "--results", str(tmp_path), "--readme", str(readme)]
+    arguments = ["--results", str(tmp_path), "report", "--readme", str(readme)]
     assert cli.main(arguments) == parts.AGREES
     assert (tmp_path / "report.md").is_file()
     assert "![" in readme.read_text()
+    readme.write_bytes(b"\xff")
+    assert cli.main(arguments) == parts.BAD_INPUT
+    assert "cannot read" in sentence(capsys)
 
 
 FRACTION = "XLA_CLIENT_MEM_FRACTION"

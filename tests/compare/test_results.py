@@ -1,6 +1,8 @@
+import errno
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,13 @@ from compare.results import Record
 def measured():
     record = Record("windows-448", "triton", median_us=7.0, relative_rms_error=2e-3)
     return results.collect("kernels", [record], {"copy_bytes_per_s": 4e12})
+
+
+def with_records(records):
+    return (
+        '{"device": "x", "driver": null, "versions": {}, "date": "2026-11-21T00:00:00+00:00", '
+        f'"records": {records}}}'
+    )
 
 
 def test_round_trip(tmp_path):
@@ -63,6 +72,9 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         ("{", "cannot read results from"),
         ("[]", "is no result file: it lacks a JSON object"),
         ('{"device": "x", "records": []}', "is no result file: it lacks date, driver, versions"),
+        (with_records("{}"), "is no result file: its records lack workload"),
+        (with_records('[{"workload": "w"}]'), "is no result file: its records lack workload"),
+        (with_records("[1]"), "is no result file: its records lack workload"),
     ],
 )
 def test_unreadable_files(tmp_path, content, message):
@@ -75,9 +87,19 @@ def test_unreadable_files(tmp_path, content, message):
 
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file" / "kernels.json"):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "file" / "kernels.json", tmp_path / "pipe"):
         with pytest.raises(InputError):
             results.check_writable(path)
+
+
+def test_a_disk_without_room_is_one_sentence(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(InputError, match=r"cannot write .*kernels\.json: No space left on device"):
+        results.write(measured(), tmp_path / "kernels.json")
 
 
 def test_default_path_names_the_device(tmp_path):
