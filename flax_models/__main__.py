@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         image_config = _image_config(options)
         arrays = _encode_images(tower, image_config, options)
         _write(options.out, arrays, [str(path) for path in options.images])
-    except (ValueError, OSError, ImportError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+    except (ValueError, OSError, ImportError, MemoryError) as error:
+        print(f"{parser.prog}: error: {str(error) or 'out of memory'}", file=sys.stderr)
         return 2
     tokens = sum(len(rows) for name, rows in arrays.items() if name.startswith("embeddings_"))
     images = f"{len(options.images)} image" + "s" * (len(options.images) > 1)

@@ -141,7 +141,7 @@ def test_a_full_disk_leaves_no_part_of_a_file(run, tmp_path, out):
     assert (tmp_path / out).read_bytes() == b"older"
 
 
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
 def test_an_interruption_leaves_no_part_of_a_file(run, tmp_path, monkeypatch, interruption):
     def interrupt(path, arrays, names):
         path.write_bytes(b"half a fi")
@@ -213,6 +213,12 @@ def test_unknown_model_type(run, tmp_path):
 
 def test_device_that_is_not_there(run, tmp_path):
     assert refused(run("--device", "tpu"), tmp_path, "'tpu'")
+
+
+def test_a_call_that_does_not_fit(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("flax_models.memory._CHECKED_TOKENS", 0)
+    monkeypatch.setattr("flax_models.tower.free_memory", lambda _: 1)
+    refused(run(), tmp_path, "needs about", "are free")
 
 
 def test_missing_output_directory(run, tmp_path):
