@@ -20,7 +20,7 @@ from compare.torch_device import as_tensor, find_device, free_memory
 from compare.torch_graphs import GraphCache, first_rows
 from compare.torch_inputs import layout_tensors, patches_tensor
 from flax_models import Layout, VisionConfig, choose_bucket, plan_layout, read_checkpoint
-from flax_models.buckets import bucket_of_equal_frames
+from flax_models.buckets import bucket_of_equal_frames, check_token_buckets
 from flax_models.memory import check_memory
 from flax_models.weights import tower_weights
 from triton_kernels.attention import runs_kernel
@@ -60,15 +60,15 @@ class VisionTower(nn.Module):
         """Build a tower with random weights.
 
         Raises:
-            ValueError: an unknown `frame_attention`; whether it can run here, `load_vision_tower`
-                finds out.
+            ValueError: bad `token_buckets`, or an unknown `frame_attention`; whether it can run
+                here, `load_vision_tower` finds out.
         """
         super().__init__()
         check_known(frame_attention)
         self.config = config
         self.implementation = implementation
         self.frame_attention = frame_attention
-        self.token_buckets = None if token_buckets is None else tuple(token_buckets)
+        self.token_buckets = check_token_buckets(config, token_buckets)
         self.graphs: GraphCache | None = None
         self.patch_embed = PatchEmbed(config)
         has_table = config.num_position_embeddings is not None
@@ -210,8 +210,9 @@ def load_vision_tower(
 
     Raises:
         CheckpointError: a checkpoint that cannot be used, see `read_checkpoint`.
-        ValueError: an unknown model type, dtype or `frame_attention`, no such device, one that
-            `frame_attention` does not run on, or CUDA graphs where they cannot be recorded.
+        ValueError: an unknown model type, dtype or `frame_attention`, bad `token_buckets`, no such
+            device, one that `frame_attention` does not run on, or CUDA graphs where they cannot be
+            recorded.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")

@@ -4,6 +4,7 @@ The sizes of a bucket are functions of its tokens wherever the images allow it, 
 of compilations is the number of token buckets in use, hardly ever more.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -77,6 +78,28 @@ def choose_bucket(
     grid = as_grid(config, grid_thw)
     buckets = None if token_buckets is None else tuple(token_buckets)
     return _choose_bucket(config, grid.tobytes(), buckets)
+
+
+def check_token_buckets(
+    config: VisionConfig, token_buckets: Sequence[int] | None
+) -> tuple[int, ...] | None:
+    """What a tower is to choose from, found wrong when the tower is made, not at its first call.
+
+    Raises:
+        ValueError: no integers, none at all, or one that is no positive multiple of the merge unit.
+    """
+    if token_buckets is None:
+        return None
+    try:
+        buckets = tuple(map(operator.index, token_buckets))
+    except TypeError:
+        buckets = ()
+    if not buckets or any(size < 1 or size % config.merge_unit for size in buckets):
+        raise ValueError(
+            f"token_buckets must be positive multiples of the merge unit {config.merge_unit}, "
+            f"got {token_buckets!r}"
+        )
+    return buckets
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from flax_models.attention import check_known, check_provider, layout_segments
 from flax_models.blocks import Block, PatchEmbed, PatchMerger, PositionTable
-from flax_models.buckets import bucket_of_equal_frames, choose_bucket
+from flax_models.buckets import bucket_of_equal_frames, check_token_buckets, choose_bucket
 from flax_models.checkpoint import read_checkpoint
 from flax_models.compiled import compiled
 from flax_models.config import VisionConfig
@@ -58,8 +58,8 @@ class VisionTower(nnx.Module):
         """Build a tower with placeholder weights, zeros and ones.
 
         Raises:
-            ValueError: a dtype other than bfloat16, float16 and float32, or an unknown
-                `frame_attention`; whether that can run here, `load_vision_tower` finds out.
+            ValueError: a dtype other than bfloat16, float16 and float32, bad `token_buckets`, or an
+                unknown `frame_attention`; whether that can run here, `load_vision_tower` finds out.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -68,7 +68,7 @@ class VisionTower(nnx.Module):
         check_known(frame_attention)
         self.implementation = implementation
         self.frame_attention = frame_attention
-        self.token_buckets = None if token_buckets is None else tuple(token_buckets)
+        self.token_buckets = check_token_buckets(config, token_buckets)
         self.patch_embed = PatchEmbed(config, self.dtype)
         has_table = config.num_position_embeddings is not None
         self.position_table = PositionTable(config, self.dtype) if has_table else None
@@ -175,8 +175,8 @@ def load_vision_tower(
 
     Raises:
         CheckpointError: a checkpoint that cannot be used, see `read_checkpoint`.
-        ValueError: an unknown model type, dtype or `frame_attention`, no such device, or one
-            that `frame_attention` does not run on.
+        ValueError: an unknown model type, dtype or `frame_attention`, bad `token_buckets`, no such
+            device, or one that `frame_attention` does not run on.
     """
     target = find_device(device)
     config = VisionConfig.from_pretrained(directory)

@@ -211,6 +211,11 @@ class TowerContract:
         with pytest.raises(ValueError, match=r"dtype must be one of .*float64"):
             self.load(directory, "float64")
 
+    @pytest.mark.parametrize("token_buckets", [1024, [], "1024", [1024.0], [1022, 2048], [-4]])
+    def test_bad_buckets_are_refused_on_loading(self, directory, token_buckets):
+        with pytest.raises(ValueError, match="token_buckets must be positive multiples of"):
+            self.load(directory, "float32", token_buckets=token_buckets)
+
     def test_progress_goes_to_standard_error(self, directory, capsys):
         self.load(directory, "float32", progress=False)
         assert capsys.readouterr() == ("", "")
