@@ -119,8 +119,8 @@ def check_writable(path: Path) -> None:
     except OSError as error:
         raise InputError(f"cannot make the directory for {path}: {error.strerror}") from None
     # What is written is moved there, and would take a device's place.
-    other = path.exists() and not path.is_file()
-    if other or not os.access(path.parent, os.W_OK):
+    writable = os.access(path.parent, os.W_OK | os.X_OK)
+    if not writable or (path.exists() and not path.is_file()):
         raise InputError(f"cannot write results to {path}")
 
 

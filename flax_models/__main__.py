@@ -128,6 +128,8 @@ def _check_files(images: Sequence[Path], out: Path) -> None:
         raise ValueError(f"no such directory for --out: {out.parent}")
     if out.is_dir():
         raise ValueError(f"--out is a directory: {out}")
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"no permission to write to the directory of --out: {out.parent}")
 
 
 def _image_config(options: argparse.Namespace) -> ImageConfig:

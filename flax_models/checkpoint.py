@@ -126,6 +126,8 @@ class _File:
         if self._content is None:
             if not self.path.is_file():
                 raise CheckpointError(f"no such checkpoint file: {self.path}")
+            if not os.access(self.path, os.R_OK):  # safetensors would say that it is not there
+                raise CheckpointError(f"no permission to read the checkpoint file {self.path}")
             try:
                 self._content = self._stack.enter_context(safe_open(self.path, framework="numpy"))
             except (OSError, SafetensorError) as error:

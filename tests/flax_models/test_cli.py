@@ -225,6 +225,16 @@ def test_missing_output_directory(run, tmp_path):
     assert refused(run(out="nowhere/out.npz"), tmp_path, "nowhere")
 
 
+def test_places_without_permission(run, checkpoint, images, tmp_path, monkeypatch):
+    """As they look to a user who is not root, whom nothing is refused."""
+    allowed = os.access
+    for closed, words in ((tmp_path, "write"), (checkpoint / "model.safetensors", "read")):
+        monkeypatch.setattr(
+            os, "access", lambda path, mode, closed=closed: path != closed and allowed(path, mode)
+        )
+        refused(run(), tmp_path, f"no permission to {words}", str(closed))
+
+
 def test_output_that_is_a_directory(run, tmp_path):
     (tmp_path / "folder.npz").mkdir()
     assert refused(run(out="folder.npz"), tmp_path, "folder.npz")
