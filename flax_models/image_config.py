@@ -27,6 +27,8 @@ _SHARED_WITH_TOWER = {
     "merge_size": "spatial_merge_size",
 }
 
+_TOO_LARGE = 1e30  # for fp32, as infinity is; NaN is not below it either
+
 Channels = tuple[float, float, float]
 
 
@@ -47,7 +49,7 @@ class ImageConfig:
 
     Raises:
         ValueError: limits or sizes that are not positive, `min_pixels` above `max_pixels`, or
-            channels that are not three numbers, deviations above 0.
+            channels that are not three finite numbers, deviations above 0.
     """
 
     min_pixels: int = 56 * 56
@@ -71,7 +73,9 @@ class ImageConfig:
         for name in ("image_mean", "image_std"):
             channels = getattr(self, name)
             if not _are_channels(channels):
-                raise ValueError(f"{name} must be three numbers, for r, g and b; got {channels!r}")
+                raise ValueError(
+                    f"{name} must be three finite numbers, for r, g and b; got {channels!r}"
+                )
             object.__setattr__(self, name, tuple(map(float, channels)))
         if min(self.image_std) <= 0:
             raise ValueError(f"image_std must be above 0, got {self.image_std}")
@@ -144,5 +148,5 @@ def _are_channels(value: Any) -> bool:
     return (
         isinstance(value, list | tuple)
         and len(value) == 3
-        and all(isinstance(number, int | float) for number in value)
+        and all(isinstance(number, int | float) and abs(number) < _TOO_LARGE for number in value)
     )

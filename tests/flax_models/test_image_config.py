@@ -95,7 +95,7 @@ def test_what_hugging_face_saves(checkpoint):
         ({"patch_size": 0}, "patch_size must be a positive integer, got 0"),
         ({"min_pixels": 2.0}, "min_pixels must be a positive integer, got 2.0"),
         ({"max_pixels": 100}, "min_pixels 3,136 is above max_pixels 100"),
-        ({"image_mean": 0.5}, "image_mean must be three numbers, for r, g and b; got 0.5"),
+        ({"image_mean": 0.5}, "image_mean must be three finite numbers, for r, g and b; got 0.5"),
         ({"image_std": (1, 1, 0)}, r"image_std must be above 0, got \(1.0, 1.0, 0.0\)"),
     ],
 )
@@ -111,7 +111,9 @@ def test_refuses_values(values, message):
         ({"merge_size": 4}, "merge_size is 4, but the tower's spatial_merge_size is 2"),
         ({"do_normalize": False}, "do_normalize is False; only True is done"),
         ({"resample": 2}, "resample is 2; only 3 is done"),
-        ({"image_std": "x"}, r"preprocessor_config.json: image_std must be three numbers"),
+        ({"image_std": (1, float("nan"), 1)}, "image_std must be three finite numbers"),
+        ({"image_mean": (0, 10**400, 0)}, "image_mean must be three finite numbers"),
+        ({"image_std": "x"}, r"preprocessor_config.json: image_std must be three finite numbers"),
     ],
 )
 def test_refuses_files(checkpoint, changes, message):
