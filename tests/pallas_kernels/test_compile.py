@@ -23,6 +23,9 @@ from tests.triton_kernels.compile_ahead import inspect_machine_code
 from tests.triton_kernels.machine_code import first_operands, loop_spills
 
 POINTERS = {"window_kernel": 7, "stream_kernel": 7, "rotate_kernel": 4}
+# Bytes a thread spills at most. What a bound on registers sets aside waits in memory while the
+# stream kernel's loop runs without it; Triton 3.7's assembler sets two registers aside in rotation.
+SPILLS = {"window_kernel": 0, "stream_kernel": 64, "rotate_kernel": 8}
 
 
 @pytest.fixture
@@ -96,8 +99,7 @@ def test_pointers_registers_and_spills(launcher, head_dim, max_seqlen, fuse, tok
         assert entry.count(".param") == POINTERS[name] + 2
         registers, stack, code = inspect_machine_code(compiled.asm["cubin"])
         assert registers * warps * 32 * (2 if name == "stream_kernel" else 4) <= 65536
-        # What a bound on registers sets aside waits in memory while a loop runs without it.
-        assert stack <= (64 if name == "stream_kernel" else 0)
+        assert stack <= SPILLS[name]
         assert loop_spills(code) == 0
 
 
