@@ -2,6 +2,7 @@
 
 import math
 from numbers import Integral
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ def check_arguments(
     """
     if max_seqlen is not None and (not isinstance(max_seqlen, Integral) or max_seqlen < 0):
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
-    if scale is not None and not 0 < scale < math.inf:
+    if scale is not None and not _is_positive(scale):
         raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
     if fuse not in FUSE:
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
@@ -91,6 +92,14 @@ def check_arguments(
         raise ValueError(f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
     _check_angles(tokens, head_dim, cos, sin)
     _check_cu_seqlens_form(cu_seqlens)
+
+
+def _is_positive(scale: Any) -> bool:
+    """Whether 0 < scale < infinity; it is not where that cannot be told, as of a traced value."""
+    try:
+        return bool(0 < scale < math.inf)
+    except TypeError:
+        return False
 
 
 def _check_angles(tokens: int, head_dim: int, cos: jax.Array, sin: jax.Array) -> None:

@@ -170,6 +170,11 @@ WRONG_IN_BOTH = {
         ValueError,
         r"scale must be positive and finite or None, got nan",
     ),
+    "scale in words": (
+        {"scale": "0.25"},
+        ValueError,
+        r"scale must be positive and finite or None, got '0\.25'",
+    ),
     "unknown fuse": (
         {"fuse": "k"},
         ValueError,

@@ -2,6 +2,7 @@
 
 import math
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -81,7 +82,7 @@ def check_arguments(
     # int comes first: to ask the abstract class takes longer.
     if max_seqlen is not None and (not isinstance(max_seqlen, (int, Integral)) or max_seqlen < 0):
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
-    if scale is not None and not 0 < scale < math.inf:
+    if scale is not None and not _is_positive(scale):
         raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
     if fuse not in FUSE:
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
@@ -153,6 +154,14 @@ def _check_strides(name: str, x: torch.Tensor) -> None:
             f"{name} must have a token stride of at most {MAX_TOKEN_STRIDE} elements, "
             f"got {x.stride(0)}"
         )
+
+
+def _is_positive(scale: Any) -> bool:
+    """Whether 0 < scale < infinity; it is not where that cannot be told, as of a string."""
+    try:
+        return bool(0 < scale < math.inf)
+    except TypeError:
+        return False
 
 
 def _check_angles(

@@ -33,6 +33,13 @@ def test_cu_seqlens_of_numpy_needs_no_max_seqlen_under_jit():
     )
 
 
+def test_scale_is_static():
+    *arrays, cu_seqlens = CASE.packed
+    attend = functools.partial(pallas_kernels.fused_rope_attention_qkvpacked, *arrays, cu_seqlens)
+    with pytest.raises(ValueError, match=r"scale must be positive and finite or None, got .*Trace"):
+        jax.jit(lambda scale: attend(max_seqlen=7, scale=scale))(0.25)
+
+
 @pytest.mark.parametrize("implementation", ["auto", "triton", "reference"])
 def test_a_traced_cu_seqlens_needs_max_seqlen(implementation):
     attend = jax.jit(
