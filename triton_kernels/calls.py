@@ -47,7 +47,7 @@ def attention_call(
 ) -> Call:
     """Attention, of the form of (q, k, v, cos, sin, cu_seqlens) or (qkv, cos, sin, cu_seqlens).
 
-    at_16 says that their addresses are aligned; "q" and "none" that rows are rotated already.
+    at_16: their addresses are aligned. fuse: "qk", or what is rotated already, K ("q") or both.
     """
     *qkv, cos, _, cu_seqlens = (_Tensor(*x) for x in form)
     x = qkv[0]
