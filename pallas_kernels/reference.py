@@ -9,7 +9,7 @@ import jax.numpy as jnp
 QUERY_BLOCK = 256
 
 # Like cu_seqlens, whatever width integers have by default.
-integers = functools.partial(jnp.arange, dtype=jnp.int32)
+_integers = functools.partial(jnp.arange, dtype=jnp.int32)
 
 
 def rotate_reference(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -52,7 +52,7 @@ def rope_attention_reference(
     bounds = jnp.clip(cu_seqlens, 0, tokens)
 
     def attend(out: jax.Array, start: jax.Array, end: jax.Array, first: jax.Array) -> jax.Array:
-        row, key = first + integers(block), start + integers(longest)
+        row, key = first + _integers(block), start + _integers(longest)
         take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
         key = jnp.where(key < end, key, tokens)  # past the end: read as 0, and masked
         row = jnp.where(row < end, row, tokens)  # past the end: not written
@@ -67,7 +67,7 @@ def rope_attention_reference(
         return jax.lax.cond(visited, attend, lambda out, *_: out, out, start, end, first), None
 
     blocks = -(-longest // block)
-    places = jnp.divmod(integers(segments * blocks), blocks)
+    places = jnp.divmod(_integers(segments * blocks), blocks)
     out, _ = jax.lax.scan(step, jnp.zeros_like(v), places)
 
     return refuse_longer(out, cu_seqlens, max_seqlen)
@@ -81,7 +81,7 @@ def refuse_longer(x: jax.Array, cu_seqlens: jax.Array, max_seqlen: int | None) -
     tokens, segments = x.shape[0], cu_seqlens.shape[0] - 1
     if max_seqlen is None or max_seqlen >= tokens or segments == 0:
         return x
-    bounds, row = jnp.clip(cu_seqlens, 0, tokens), integers(tokens)
+    bounds, row = jnp.clip(cu_seqlens, 0, tokens), _integers(tokens)
     segment = jnp.clip(jnp.searchsorted(bounds, row, side="right") - 1, 0, segments - 1)
     start, end = bounds[segment], bounds[segment + 1]
     too_long = (start <= row) & (row < end) & (end - start > max(1, max_seqlen))

@@ -202,7 +202,7 @@ def finder(launch, package):
         return lambda kernel, *shape: launch.find_launch(kernel, "float16", *shape)
     dtype = importlib.import_module("torch").float16
     return lambda kernel, *shape: launch.find_launch(
-        launch.launch_source(None), kernel, dtype, *shape
+        kernel, dtype, *shape, launch.launch_source(None)
     )
 
 

@@ -58,11 +58,11 @@ def attention_call(
     segments = cu_seqlens.shape[0] - 1
     shape = x.dtype, head_dim, max_seqlen, tokens * heads
     if aligned and max_seqlen <= window_limit(x.dtype):
-        launch = find_launch(source, "window", *shape)
+        launch = find_launch("window", *shape, source)
         kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
     else:
         name = "rotating_stream" if fuse == "qk" else "stream"
-        launch = find_launch(source, name, *shape, aligned)
+        launch = find_launch(name, *shape, source, aligned)
         programs = triton.cdiv(tokens, launch.block) * heads
         kernel, blocks = stream_kernel, (launch.block, launch.block_k)
     split = head_split(head_dim)
@@ -80,7 +80,7 @@ def rotate_call(form: Form, at_16: bool, source: LaunchSource) -> Call:
     x, out, cos, _ = (_Tensor(*x) for x in form)
     tokens, heads, head_dim = x.shape
     aligned, angle_unit, strides = _in_units([*x.strides[:2], *out.strides[:2]], cos, at_16)
-    launch = find_launch(source, "rotate", x.dtype, head_dim, 1, tokens * heads, aligned)
+    launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads, source, aligned)
     programs = triton.cdiv(tokens, launch.block) * triton.cdiv(heads, launch.block_k)
     split = head_split(head_dim)
     constants = (

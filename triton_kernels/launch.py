@@ -63,15 +63,15 @@ def launch_source(index: int | None) -> LaunchSource:
 
 
 def find_launch(
-    source: LaunchSource,
     kernel: str,
     dtype: torch.dtype,
     head_dim: int,
     max_seqlen: int,
     rows: int,
+    source: LaunchSource,
     aligned: bool = True,
 ) -> Launch:
-    """How to launch a kernel, one of the table's KERNELS; rows are tokens times heads.
+    """How to launch a kernel, one of the table's KERNELS, on `rows` = tokens x heads.
 
     Unaligned tensors have rows of their own, with tiles of 32 rows: those keep them away from the
     asynchronous tensor-core products, of which ptxas 12.8, which Triton 3.6 brings along,
