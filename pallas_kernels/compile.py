@@ -6,12 +6,13 @@ and the L1 cache, since XLA has the driver give nearly all of it up for shared m
 (cuFuncSetCacheConfig). A window kernel waits for loads that need L1 to land in and takes up to 1.8
 times as long.
 
-The Triton package compiles the same IR, and jaxlib launches what it makes: the custom call that
-`jax_triton` uses too.
+The Triton package compiles the same IR, and XLA launches what it makes: kernels of its CUDA graphs
+like any other, that need not be recorded anew at every call.
 """
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -28,7 +29,7 @@ _chosen: ContextVar[str | None] = ContextVar("compiler", default=None)
 def compiler() -> str:
     """Who compiles the kernels of a call that is traced now, "triton" or "xla".
 
-    The Triton package where it is installed along with JAX's CUDA plugin, else XLA.
+    The Triton package where it is installed and there is a GPU, else XLA.
     """
     return _chosen.get() or _default_compiler()
 
@@ -51,13 +52,13 @@ def compiling_by(name: str) -> Iterator[None]:
 
 @functools.cache
 def _default_compiler() -> str:
-    if importlib.util.find_spec("triton") is None:
+    if importlib.util.find_spec("triton") is None or local_gpu() is None:
         return "xla"
     try:
-        from pallas_kernels import triton_lowering
+        importlib.import_module("pallas_kernels.triton_lowering")
     except (ImportError, AttributeError):  # JAX has its internals elsewhere
         return "xla"
-    return "triton" if triton_lowering.can_launch() else "xla"
+    return "triton"
 
 
 def compiler_params(launch: Launch, disable_licm: bool) -> plgpu.CompilerParams:

@@ -1,20 +1,19 @@
-"""The lowering of a pallas_call whose kernel the Triton package compiles and jaxlib launches.
+"""The lowering of a pallas_call whose kernel the Triton package compiles and XLA launches.
 
-It needs JAX's internals (how a pallas_call becomes Triton IR, jaxlib's launcher), which no other
-file does: where a version of JAX has them elsewhere, importing this fails and XLA compiles.
+It needs JAX's internals (how a pallas_call becomes Triton IR), which no other file does: where a
+version of JAX has them elsewhere, importing this fails and XLA compiles.
 """
 
 import functools
+import re
 import tempfile
 import warnings
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src.lib import gpu_triton
 from jax._src.lib.mlir import ir
 from jax._src.pallas import core as pallas_core
 from jax._src.pallas.triton import lowering
@@ -23,8 +22,11 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.compile import local_gpu
 
-# Bytes; what Pallas tells the compiler of every pointer.
-ALIGNMENT = 16
+# Bytes of shared memory that PTX may declare; more has to be asked for at the launch.
+DECLARED_SHARED_MEMORY = 48 * 1024
+# The GPU's driver assembles the PTX, and this version all do that know compute capability 9.0;
+# newer GPUs want newer versions.
+PTX_VERSION = 80
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,25 @@ class TritonParams(plgpu.CompilerParams):
     disable_licm: bool = False
 
 
-def can_launch() -> bool:
-    """Whether JAX's CUDA plugin, which brings the launcher, is installed."""
-    return hasattr(gpu_triton, "TritonKernelCall")
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel, and how it is launched.
+
+    Attributes:
+        name: of its entry point.
+        ptx: its code.
+        grid: programs along each of three axes.
+        threads: of a program.
+        shared_memory: bytes a program that the launch has to ask for.
+        pointers: how many it takes.
+    """
+
+    name: str
+    ptx: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared_memory: int
+    pointers: int
 
 
 @functools.lru_cache(maxsize=256)
@@ -67,6 +85,7 @@ def compile_ir(ttir: str, params: TritonParams, capability: int) -> Any:
         "num_stages": params.num_stages,
         "maxnreg": params.maxnreg,
         "enable_fp_fusion": True,
+        "ptx_version": PTX_VERSION if capability <= 90 else None,
     }
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "kernel.ttir")  # Triton takes IR from files alone
@@ -99,27 +118,23 @@ def _lower(
 ) -> Sequence[ir.Value]:
     """The lowering rule of a pallas_call with TritonParams."""
     try:
-        name, launch = _kernel_call(context, compiler_params, call["jaxpr"], call["grid_mapping"])
+        kernel = _kernel(context, compiler_params, call["jaxpr"], call["grid_mapping"])
     except Exception as error:  # whatever other versions of JAX or Triton raise
         message = f"Triton failed on a Pallas kernel, which XLA compiles instead: {error!r}"
         warnings.warn(message, stacklevel=2)
         shared = {f.name: getattr(compiler_params, f.name) for f in fields(plgpu.CompilerParams)}
         fallback = plgpu.CompilerParams(**shared)
         return pallas_call_lowering(context, *operands, compiler_params=fallback, **call)
-    rule = jax.ffi.ffi_lowering(
-        "triton_kernel_call_ffi",
-        backend_config={
-            "name": ir.StringAttr.get(name),
-            "opaque": ir.StringAttr.get(zlib.compress(launch.to_proto(name, b""))),
-        },
-    )
-    return rule(context, *operands)
+    # The last pointers are to scratch memory, of which these kernels have none.
+    inputs, outputs = len(context.avals_in), len(context.avals_out)
+    scratch = kernel.pointers - inputs - outputs
+    context = context.replace(avals_in=[*context.avals_in, *context.avals_in[:1] * scratch])
+    attributes = _launch_attributes(kernel, range(inputs, inputs + outputs))
+    rule = jax.ffi.ffi_lowering("__gpu$xla.gpu.ptx", backend_config=attributes)
+    return rule(context, *operands, *operands[:1] * scratch)
 
 
-def _kernel_call(
-    context: Any, params: TritonParams, jaxpr: Any, grid_mapping: Any
-) -> tuple[str, Any]:
-    """The compiled kernel's name, and the gpu_triton.TritonKernelCall that launches it."""
+def _kernel(context: Any, params: TritonParams, jaxpr: Any, grid_mapping: Any) -> Kernel:
     # Where no GPU is at hand, Pallas lowers for compute capability 9.0 too.
     capability = int(gpu.compute_capability.replace(".", "")) if (gpu := local_gpu()) else 90
     lowered = lowering.lower_jaxpr_to_triton_module(
@@ -127,24 +142,40 @@ def _kernel_call(
     )
     if params.disable_licm:
         _disable_licm(lowered.module)
-    ttir = lowered.module.operation.get_asm()
-    compiled = compile_ir(ttir, params, capability)
-    kernel = gpu_triton.TritonKernel(
-        compiled.metadata.name,
-        compiled.metadata.num_warps,
-        compiled.metadata.num_ctas,
-        compiled.metadata.shared,
-        compiled.asm["ptx"],
-        ttir,
-        capability,
+    compiled = compile_ir(lowered.module.operation.get_asm(), params, capability)
+    if compiled.metadata.global_scratch_size:
+        raise NotImplementedError("scratch memory")
+    ptx, shared_memory = compiled.asm["ptx"], compiled.metadata.shared
+    if 0 < shared_memory <= DECLARED_SHARED_MEMORY:
+        # Asked for any, XLA has the driver give up the L1 cache for it (cuFuncSetCacheConfig).
+        ptx, declared = re.subn(r"\.extern (\.shared .*)\[\];", rf"\g<1>[{shared_memory}];", ptx)
+        shared_memory = 0 if declared else shared_memory
+    return Kernel(
+        name=compiled.metadata.name,
+        ptx=ptx,
+        grid=(*lowered.grid, 1, 1)[:3],
+        threads=32 * compiled.metadata.num_warps,
+        shared_memory=shared_memory,
+        pointers=re.search(r"\.entry \w+\((.*?)\)", ptx, re.DOTALL)[1].count(".param"),
     )
-    pointers = len(context.avals_in) + len(context.avals_out)
-    launch = gpu_triton.TritonKernelCall(
-        kernel,
-        *(*lowered.grid, 1, 1)[:3],
-        [gpu_triton.create_array_parameter(0, ALIGNMENT)] * pointers,
-    )
-    return compiled.metadata.name, launch
+
+
+def _launch_attributes(kernel: Kernel, outputs: range) -> dict[str, ir.Attribute]:
+    """What XLA wants to be told of a kernel, whose pointers to results are those in `outputs`."""
+
+    def int32(number: int) -> ir.Attribute:
+        return ir.IntegerAttr.get(ir.IntegerType.get_signless(32), number)
+
+    sizes = dict(zip(("grid_x", "grid_y", "grid_z"), kernel.grid, strict=True))
+    sizes |= {"block_x": kernel.threads, "block_y": 1, "block_z": 1}
+    sizes |= {"shared_mem_bytes": kernel.shared_memory}
+    return {
+        "name": ir.StringAttr.get(kernel.name),
+        "kernel_type": ir.StringAttr.get("ptx"),
+        "kernel_data": ir.StringAttr.get(kernel.ptx),
+        "output_indices": ir.ArrayAttr.get([int32(index) for index in outputs]),
+        **{name: int32(size) for name, size in sizes.items()},
+    }
 
 
 def _disable_licm(module: ir.Module) -> None:

@@ -66,7 +66,7 @@ def test_xla_compiles_the_row_that_says_so(monkeypatch):
     with cuda_device():
         module = call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert module.count("__gpu$xla.gpu.triton") == 1
-    assert "triton_kernel_call_ffi" not in module
+    assert "xla.gpu.ptx" not in module
 
 
 def test_where_xla_compiles_all_its_row_is_left_out(monkeypatch):

@@ -1,12 +1,11 @@
-"""Pallas kernels compiled by the Triton package, on any machine, and handed to jaxlib's launcher.
-
-What launches them is in JAX's CUDA plugin, for which a stand-in notes what it is given.
-"""
+"""Pallas kernels compiled by the Triton package, on any machine, as XLA is given them to launch."""
 
 import importlib.util
 import re
+import subprocess
 import sys
-import types
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -28,50 +27,82 @@ POINTERS = {"window_kernel": 7, "stream_kernel": 7, "rotate_kernel": 4}
 SPILLS = {"window_kernel": 0, "stream_kernel": 64, "rotate_kernel": 8}
 
 
+@dataclass
+class Found:
+    """What was compiled: IR, what Triton made of it, and what XLA launches."""
+
+    irs: list[str] = field(default_factory=list)
+    compiled: list[Any] = field(default_factory=list)
+    kernels: list[triton_lowering.Kernel] = field(default_factory=list)
+
+
 @pytest.fixture
-def launcher(monkeypatch):
-    """The kernels that jaxlib's launcher got, compiled with an H200's launches."""
+def found(monkeypatch):
+    """The kernels of calls that are lowered, compiled with an H200's launches."""
+    noted = Found()
+    compile_ir, kernel = triton_lowering.compile_ir, triton_lowering._kernel
 
-    class Launcher(types.SimpleNamespace):
-        kernels, calls, compiled = [], [], []
+    def noting_ir(ir, *arguments):
+        noted.irs.append(ir)
+        noted.compiled.append(compile_ir(ir, *arguments))
+        return noted.compiled[-1]
 
-        def TritonKernel(self, *arguments):
-            self.kernels.append(arguments)
-            return arguments
+    def noting_kernel(*arguments):
+        noted.kernels.append(kernel(*arguments))
+        return noted.kernels[-1]
 
-        def TritonKernelCall(self, *arguments):
-            self.calls.append(arguments)
-            return types.SimpleNamespace(to_proto=lambda name, metadata: name.encode())
-
-        def create_array_parameter(self, zeroed, alignment):
-            return zeroed, alignment
-
-    found = Launcher()
-    compile_ir = triton_lowering.compile_ir
-
-    def noting(*arguments):
-        found.compiled.append(compile_ir(*arguments))
-        return found.compiled[-1]
-
-    noting.cache_clear = compile_ir.cache_clear
-    monkeypatch.setattr(triton_lowering, "gpu_triton", found)
-    monkeypatch.setattr(triton_lowering, "compile_ir", noting)
+    noting_ir.cache_clear = compile_ir.cache_clear
+    monkeypatch.setattr(triton_lowering, "compile_ir", noting_ir)
+    monkeypatch.setattr(triton_lowering, "_kernel", noting_kernel)
     monkeypatch.setattr(launch, "gpu", lambda: Gpu("NVIDIA H200", "9.0"))
     with compiling_by("triton"):
-        yield found
+        yield noted
 
 
-def test_what_is_launched(launcher):
+def assemble(ptx, tmp_path):
+    """The machine code that Triton's assembler makes of PTX."""
+    import triton
+
+    source, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
+    source.write_text(ptx)
+    command = [triton.knobs.nvidia.ptxas.path, "-arch", "sm_90a", source, "-o", cubin]
+    subprocess.run(command, check=True)
+    return cubin.read_bytes()
+
+
+def test_what_is_launched(found):
     module = lower(max_seqlen=64)
-    assert module.count("@triton_kernel_call_ffi") == 1
+    assert module.count("@__gpu$xla.gpu.ptx") == 1
     assert "xla.gpu.triton" not in module
-    [(name, warps, ctas, shared, ptx, _, capability)] = launcher.kernels
-    assert (name, warps, ctas, capability) == ("window_kernel", 4, 1, 90)
-    assert 0 < shared <= 48 * 1024  # more, and jaxlib too would have the driver take L1 away
-    assert ".maxnreg 128" in ptx
-    [(_, *grid, parameters)] = launcher.calls
-    assert grid == [SEGMENTS * HEADS, 1, 1]
-    assert parameters == [(0, 16)] * POINTERS[name]
+    [kernel], [compiled] = found.kernels, found.compiled
+    assert kernel.name == "window_kernel"
+    assert kernel.grid == (SEGMENTS * HEADS, 1, 1)
+    assert kernel.threads == 4 * 32
+    assert ".maxnreg 128" in kernel.ptx
+    assert ".version 8.0" in kernel.ptx
+    for attribute in (
+        'name = "window_kernel"',
+        'kernel_type = "ptx"',
+        f"grid_x = {SEGMENTS * HEADS} : i32, grid_y = 1 : i32, grid_z = 1 : i32",
+        "block_x = 128 : i32, block_y = 1 : i32, block_z = 1 : i32",
+        "shared_mem_bytes = 0 : i32",
+        f"output_indices = [{POINTERS['window_kernel'] - 1} : i32]",
+    ):
+        assert attribute in module
+    assert compiled.metadata.global_scratch_size == 0
+
+
+def test_shared_memory_is_declared_where_that_is_allowed(found):
+    lower(max_seqlen=64)
+    lower(head_dim=128, max_seqlen=STREAM, fuse="none", tokens=MANY_TOKENS)
+    windows, _, stream = found.kernels
+    size = found.compiled[0].metadata.shared
+    assert 0 < size <= 48 * 1024
+    assert f".shared .align 16 .b8 global_smem[{size}];" in windows.ptx
+    assert ".extern" not in windows.ptx
+    assert windows.shared_memory == 0
+    assert ".extern .shared .align 16 .b8 global_smem[];" in stream.ptx
+    assert stream.shared_memory == found.compiled[-1].metadata.shared > 48 * 1024
 
 
 # So many that an H200's launch has tiles of 128 rows, where the tail's product is ahead.
@@ -88,25 +119,25 @@ MANY_TOKENS = 9216
         (STREAM, "q", MANY_TOKENS),
     ],
 )
-def test_pointers_registers_and_spills(launcher, head_dim, max_seqlen, fuse, tokens):
-    lower(head_dim, max_seqlen=max_seqlen, fuse=fuse, tokens=tokens)
-    assert len(launcher.kernels) == (1 if fuse == "qk" else 2)
-    for (name, warps, _, _, ptx, _, _), compiled in zip(
-        launcher.kernels, launcher.compiled, strict=True
-    ):
-        # jaxlib adds two for Triton's scratch memory.
-        entry = re.search(r"\.entry \w+\((.*?)\)", ptx, re.DOTALL)[1]
-        assert entry.count(".param") == POINTERS[name] + 2
-        registers, stack, code = inspect_machine_code(compiled.asm["cubin"])
-        assert registers * warps * 32 * (2 if name == "stream_kernel" else 4) <= 65536
-        assert stack <= SPILLS[name]
+def test_pointers_registers_and_spills(found, tmp_path, head_dim, max_seqlen, fuse, tokens):
+    module = lower(head_dim, max_seqlen=max_seqlen, fuse=fuse, tokens=tokens)
+    calls = re.findall(r"@__gpu\$xla\.gpu\.ptx\((.*?)\)", module)
+    assert len(found.kernels) == len(calls) == (1 if fuse == "qk" else 2)
+    for kernel, operands in zip(found.kernels, calls, strict=True):
+        # Triton adds two for its scratch memory; the result is no operand.
+        assert kernel.pointers == POINTERS[kernel.name] + 2
+        assert len(operands.split(",")) == kernel.pointers - 1
+        registers, stack, code = inspect_machine_code(assemble(kernel.ptx, tmp_path))
+        programs = 2 if kernel.name == "stream_kernel" else 4
+        assert registers * kernel.threads * programs <= 65536
+        assert stack <= SPILLS[kernel.name]
         assert loop_spills(code) == 0
 
 
 @pytest.mark.parametrize(("max_seqlen", "fuse"), [(64, "qk"), (STREAM, "none")])
-def test_products_accumulate_in_tensor_cores(launcher, max_seqlen, fuse):
+def test_products_accumulate_in_tensor_cores(found, max_seqlen, fuse):
     lower(head_dim=80, max_seqlen=max_seqlen, fuse=fuse)
-    ir = launcher.compiled[-1].asm["ttgir"]
+    ir = found.compiled[-1].asm["ttgir"]
     products = set(re.findall(r"warp_group_dot .* -> tensor<(\d+x\d+)xf32", ir))
     sums = set(re.findall(r"arith.addf .* : tensor<(\d+x\d+)xf32", ir))
     assert products
@@ -117,19 +148,19 @@ def test_products_accumulate_in_tensor_cores(launcher, max_seqlen, fuse):
     ("fuse", "tokens", "ahead"),
     [("none", TOKENS, 0), ("none", MANY_TOKENS, 1), ("q", MANY_TOKENS, 1), ("qk", TOKENS, 0)],
 )
-def test_queries_are_multiplied_from_shared_memory(launcher, fuse, tokens, ahead):
+def test_queries_are_multiplied_from_shared_memory(found, fuse, tokens, ahead):
     """As many products with Q as with probabilities, and the first that is ahead of the loop."""
     lower(head_dim=80, max_seqlen=STREAM, fuse=fuse, tokens=tokens)
-    memory, registers = first_operands(launcher.compiled[-1].asm["ttgir"])
+    memory, registers = first_operands(found.compiled[-1].asm["ttgir"])
     assert memory == registers + ahead == 4 + ahead
 
 
-def test_a_kernel_is_known_again(launcher):
+def test_a_kernel_is_known_again(found):
     """Where a temporary file lay is in nothing that a cache of this or another process looks at."""
     for _ in range(2):
         triton_lowering.compile_ir.cache_clear()
         lower(max_seqlen=64)
-    first, second = launcher.compiled
+    first, second = found.compiled
     assert first.asm["ttir"] == second.asm["ttir"]
     assert first.asm["ptx"] == second.asm["ptx"]
 
@@ -143,15 +174,13 @@ def test_a_kernel_is_known_again(launcher):
         (80, "float32", False),
     ],
 )
-def test_values_are_kept_within_the_loop_over_segments(launcher, head_dim, dtype, kept):
+def test_values_are_kept_within_the_loop_over_segments(found, head_dim, dtype, kept):
     """As the twin's tl.range(disable_licm=True) says it: on one loop, that around another."""
     lower(head_dim, dtype=dtype, max_seqlen=STREAM, fuse="none")
-    for (name, _, _, _, _, ir, _), compiled in zip(
-        launcher.kernels, launcher.compiled, strict=True
-    ):
+    for kernel, ir, compiled in zip(found.kernels, found.irs, found.compiled, strict=True):
         marks = re.findall(r"^( *)\} \{llvm\.loop_annotation = ", ir, re.MULTILINE)
         loops = re.findall(r"^( *)(?:%.* = )?scf\.for ", ir, re.MULTILINE)
-        expected = kept and name == "stream_kernel"
+        expected = kept and kernel.name == "stream_kernel"
         assert marks == ([min(loops, key=len)] if expected else [])
         assert ("llvm.licm.disable" in compiled.asm["llir"]) == expected
 
@@ -161,7 +190,7 @@ def test_values_are_kept_within_the_loop_over_segments(launcher, head_dim, dtype
     [(triton_lowering, "compile_ir"), (triton_lowering.lowering, "lower_jaxpr_to_triton_module")],
     ids=["Triton's", "JAX's"],
 )
-def test_what_other_versions_refuse_is_left_to_xla(launcher, monkeypatch, module, name):
+def test_what_other_versions_refuse_is_left_to_xla(found, monkeypatch, module, name):
     function = getattr(module, name)
 
     def refuse_once(*_, **__):
@@ -172,28 +201,27 @@ def test_what_other_versions_refuse_is_left_to_xla(launcher, monkeypatch, module
     with pytest.warns(UserWarning, match=r"XLA compiles instead: TypeError\('unexpected arg"):
         lowered = lower(max_seqlen=64)
     assert lowered.count("__gpu$xla.gpu.triton") == 1
-    assert launcher.kernels == []
+    assert found.kernels == []
 
 
-def test_xla_may_be_asked_for(launcher):
+def test_xla_may_be_asked_for(found):
     with compiling_by("xla"):
         module = lower(max_seqlen=64)
     assert module.count("__gpu$xla.gpu.triton") == 1
-    assert launcher.kernels == []
+    assert found.kernels == []
 
 
-def test_the_default_needs_triton_a_launcher_and_the_internals(monkeypatch):
-    def default(launchable, triton):
-        monkeypatch.setattr(triton_lowering, "can_launch", lambda: launchable)
+def test_the_default_needs_triton_a_gpu_and_the_internals(monkeypatch):
+    def default(gpu, triton):
+        monkeypatch.setattr(compile_module, "local_gpu", lambda: gpu)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: triton)
         return compile_module._default_compiler.__wrapped__()
 
-    assert default(False, "a spec") == "xla"
-    assert default(True, None) == "xla"
-    assert default(True, "a spec") == "triton"
-    monkeypatch.delattr("pallas_kernels.triton_lowering")
+    assert default(None, "a spec") == "xla"
+    assert default("a GPU", None) == "xla"
+    assert default("a GPU", "a spec") == "triton"
     monkeypatch.setitem(sys.modules, "pallas_kernels.triton_lowering", None)
-    assert default(True, "a spec") == "xla"
+    assert default("a GPU", "a spec") == "xla"
 
 
 def test_a_compiler_that_is_none():

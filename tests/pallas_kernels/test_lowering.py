@@ -58,7 +58,7 @@ def lower(
 
 
 def kernels(module):
-    return module.count("triton_kernel_call") + module.count("__gpu$xla.gpu.triton")
+    return module.count("__gpu$xla.gpu.ptx") + module.count("__gpu$xla.gpu.triton")
 
 
 @pytest.mark.parametrize("fuse", ["qk", "q", "none"])
