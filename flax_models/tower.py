@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from flax_models.attention import check_known, check_provider, layout_segments
+from flax_models.attention import Segments, check_known, check_provider, layout_segments
 from flax_models.blocks import Block, PatchEmbed, PatchMerger, PositionTable
 from flax_models.buckets import bucket_of_equal_frames, check_token_buckets, choose_bucket
 from flax_models.checkpoint import read_checkpoint
@@ -110,8 +110,8 @@ class VisionTower(nnx.Module):
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
         settings = (self.config, self.implementation, self.frame_attention)
-        run = compiled(encode, self, settings=settings)
-        outputs = run(patches, layout_on_device(layout))
+        run = compiled(_encode, self, settings=settings)
+        outputs, _ = run(patches, layout_on_device(layout))
         return jax.tree.map(lambda output: first_rows(output, layout.num_merged), outputs)
 
     def prepare(
@@ -143,7 +143,8 @@ class VisionTower(nnx.Module):
             in window order: the order in which Hugging Face's blocks return theirs too.
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
-        for hidden in _block_outputs(self, jnp.asarray(patches), layout):
+        segments = _segments(self, layout)
+        for hidden in _block_outputs(self, jnp.asarray(patches), layout, segments):
             yield hidden[: layout.num_tokens]
 
 
@@ -227,14 +228,33 @@ def encode(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> Embed
         ValueError: `pixel_values` have another shape than the layout asks for, or the layout has
             frames that the tower's `frame_attention` cannot take.
     """
+    return _encode(tower, pixel_values, layout)[0]
+
+
+def _encode(
+    tower: VisionTower, pixel_values: jax.Array, layout: Layout
+) -> tuple[Embeddings, tuple[jax.Array, jax.Array]]:
+    """`encode`, which returns the angles too.
+
+    XLA has arrays that die early share the result's memory, and whatever of a CUDA graph touches
+    memory that has moved is recorded anew. The result moves from call to call for as long as the
+    caller holds the last one; the angles, which the attention of every block reads, would too.
+    """
     indexes = tower.config.deepstack_visual_indexes
+    segments = _segments(tower, layout)
     features = []
-    for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
+    for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout, segments)):
         if index in indexes:
             merger = tower.deepstack_mergers[indexes.index(index)]
             features.append(merger(hidden)[layout.output_order])
     embeddings = tower.merger(hidden)[layout.output_order]
-    return (embeddings, tuple(features)) if indexes else embeddings
+    angles = segments[0].cos, segments[0].sin
+    return ((embeddings, tuple(features)) if indexes else embeddings), angles
+
+
+def _segments(tower: VisionTower, layout: Layout) -> tuple[Segments, Segments]:
+    """The windows and the frames of a layout."""
+    return layout_segments(tower.config, layout, tower.implementation, tower.frame_attention)
 
 
 # Traced for windows and for frames instead of once for each layer.
@@ -242,7 +262,10 @@ _run_block = jax.jit(Block.__call__)
 
 
 def _block_outputs(
-    tower: VisionTower, pixel_values: jax.Array, layout: Layout
+    tower: VisionTower,
+    pixel_values: jax.Array,
+    layout: Layout,
+    segments: tuple[Segments, Segments],
 ) -> Iterator[jax.Array]:
     """Yield the hidden state after each block, [bucket.tokens, hidden_size] in window order."""
     config = tower.config
@@ -252,11 +275,10 @@ def _block_outputs(
             f"pixel_values must have the layout's padded shape {list(expected)}, "
             f"got {list(pixel_values.shape)}"
         )
-    windows, frames = layout_segments(config, layout, tower.implementation, tower.frame_attention)
+    windows, frames = segments
     hidden = _embed(tower, pixel_values, layout)
     for index, block in enumerate(tower.blocks):
-        segments = frames if config.sees_frames(index) else windows
-        hidden = _run_block(block, hidden, segments)
+        hidden = _run_block(block, hidden, frames if config.sees_frames(index) else windows)
         yield hidden
 
 

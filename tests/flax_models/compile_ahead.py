@@ -6,10 +6,13 @@ A program of its own, because settings have to stand before JAX starts:
 """
 
 import json
+import os
 import re
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -22,10 +25,18 @@ _NO_KERNELS = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
 
 
 def main() -> None:
-    """Compile a tower of each depth and print a line of JSON: how many kernels of which kind."""
+    """Compile a tower of each depth and print a line of JSON: its kernels by kind, and what else
+    lies in the memory of its results.
+    """
     forget_this_machine()
-    for depth in DEPTHS:
-        sys.stdout.write(json.dumps(count_kernels(tower_program(depth))) + "\n")
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["XLA_FLAGS"] = f"--xla_dump_to={directory} --xla_dump_hlo_as_text"
+        for depth in DEPTHS:
+            kernels = count_kernels(tower_program(depth))
+            [memory] = Path(directory).glob("*.jit__encode.*gpu*-buffer-assignment.txt")
+            record = {"kernels": kernels, "beside results": beside_result(memory.read_text())}
+            sys.stdout.write(json.dumps(record) + "\n")
+            memory.unlink()
 
 
 def tower_program(depth: int) -> str:
@@ -34,15 +45,16 @@ def tower_program(depth: int) -> str:
     import jax.numpy as jnp
     from flax import nnx
 
-    from flax_models import VisionConfig, VisionTower, choose_bucket, encode, plan_layout
+    from flax_models import VisionConfig, VisionTower, choose_bucket, plan_layout
     from flax_models.compiled import COMPILER_OPTIONS
+    from flax_models.tower import _encode
     from pallas_kernels.compile import compiling_by
 
     config = replace(VisionConfig.qwen2_5_vl_7b(), depth=depth, fullatt_block_indexes=(0,))
     tower = nnx.eval_shape(lambda: VisionTower(config, jnp.bfloat16, implementation="triton"))
     layout = plan_layout(config, GRID, choose_bucket(config, GRID))
     patches = jax.ShapeDtypeStruct((len(layout.window_order), config.patch_dim), jnp.float32)
-    run = jax.jit(encode, compiler_options=COMPILER_OPTIONS)
+    run = jax.jit(_encode, compiler_options=COMPILER_OPTIONS)
     with compiling_by("xla"):
         program = compile_for_gpu(run, tower, patches, jax.tree.map(jnp.asarray, layout))
     return program.as_text()
@@ -62,6 +74,17 @@ def count_kernels(program: str) -> Counter[str]:
         else:
             kinds[operation[1]] += 1
     return kinds
+
+
+def beside_result(memory: str) -> list[str]:
+    """The arrays that share memory with one that is returned, the largest of which that is."""
+    others = []
+    pattern = r"^allocation .*maybe-live-out:\n((?: .*\n)*)"
+    for allocation in re.findall(pattern, memory, re.MULTILINE):
+        values = re.findall(r"value: <\d+ (.*?) @\d+> \(size=(\d+)", allocation)
+        *smaller, _ = sorted(values, key=lambda value: int(value[1]))
+        others += [name for name, _ in smaller]
+    return others
 
 
 if __name__ == "__main__":

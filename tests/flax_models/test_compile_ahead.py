@@ -13,8 +13,11 @@ from tests.pallas_kernels.compile_ahead import what_is_missing
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_block_is_products_attention_two_norms_and_an_activation():
-    """The residual sums are in products; nothing is copied, transposed or cast between them."""
+def test_what_a_block_launches_and_what_moves_with_results():
+    """A block is products, attention, two norms and an activation; the residual sums are in
+    products, and nothing is copied, transposed or cast between them. Nothing that the blocks read
+    shares memory with a result: XLA would record their kernels anew wherever that moves.
+    """
     if missing := what_is_missing():
         pytest.skip(missing)
     result = subprocess.run(
@@ -22,7 +25,9 @@ def test_a_block_is_products_attention_two_norms_and_an_activation():
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
-    shallow, deep = (Counter(json.loads(line)) for line in result.stdout.splitlines())
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    shallow, deep = (Counter(record["kernels"]) for record in records)
     block = {"product": 2, "product and sum": 2, "attention": 1, "fusion": 3}
     assert deep - shallow == block
     assert shallow.keys() == block.keys()
+    assert [record["beside results"] for record in records] == [[], []]
