@@ -128,7 +128,9 @@ def test_pointers_registers_and_spills(found, tmp_path, head_dim, max_seqlen, fu
         assert kernel.pointers == POINTERS[kernel.name] + 2
         assert len(operands.split(",")) == kernel.pointers - 1
         registers, stack, code = inspect_machine_code(assemble(kernel.ptx, tmp_path))
-        programs = 2 if kernel.name == "stream_kernel" else 4
+        # Of a small frame's tiles of 128 rows, which 72 columns take, each has its multiprocessor.
+        alone = head_dim == 72 and tokens == TOKENS
+        programs = (1 if alone else 2) if kernel.name == "stream_kernel" else 4
         assert registers * kernel.threads * programs <= 65536
         assert stack <= SPILLS[kernel.name]
         assert loop_spills(code) == 0
