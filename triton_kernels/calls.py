@@ -125,5 +125,7 @@ def _call(
     x: _Tensor,
     aligned: bool,
 ) -> Call:
-    binary = binary_of(kernel, x.dtype, x.device, constants, launch) if aligned else None
+    # A larger number is 64 bits wide to Triton, for which it compiles anew.
+    known = aligned and max(numbers) < 2**31
+    binary = binary_of(kernel, x.dtype, x.device, constants, launch) if known else None
     return Call(kernel, programs, launch, numbers, constants, x.device.index, binary)

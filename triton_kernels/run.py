@@ -55,9 +55,9 @@ def binary_of(
     constants: tuple[Any, ...],
     launch: Launch,
 ) -> Binary:
-    """The binary that serves all calls with aligned tensors of one dtype on one device.
+    """The binary for all calls of one kind: tensors aligned, of a dtype and device; numbers 32-bit.
 
-    It depends on nothing else, since numbers are not specialised on.
+    It depends on nothing else, since such numbers are not specialised on.
     """
     return Binary()
 

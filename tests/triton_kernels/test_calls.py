@@ -83,3 +83,16 @@ def test_what_is_not_aligned_has_no_binary_that_is_known():
     for x, at_16, known in ((qkv, True, True), (qkv, False, False), (narrow, True, False)):
         call = attention(form_of((x, cos, sin, cu_seqlens)), at_16)
         assert (call.binary is not None) == known
+
+
+@pytest.mark.parametrize(("stride", "known"), [(2**34 - 8, True), (2**34, False)])
+def test_a_stride_beyond_32_bits_has_no_binary_that_is_known(stride, known):
+    qkv, cos, sin, cu_seqlens = tensors(heads=1)
+    q, k, v = qkv.unbind(1)
+    far = q.as_strided(q.shape, (q.stride(0), stride, 1))  # of one head: no memory is that large
+    calls = (
+        *(attention(form_of((far, k, v, cos, sin, cu_seqlens)), max_seqlen=n) for n in (8, STREAM)),
+        rotate_call(form_of((far, k, cos, sin)), True, launch_source(None)),
+        rotate_in_order_call(form_of((far, k, cos, sin)), True),
+    )
+    assert [call.binary is not None for call in calls] == [known] * 4
