@@ -98,7 +98,7 @@ def _is_positive(scale: Any) -> bool:
     """Whether 0 < scale < infinity; it is not where that cannot be told, as of a traced value."""
     try:
         return bool(0 < scale < math.inf)
-    except TypeError:
+    except (TypeError, ValueError):  # the latter of several values
         return False
 
 

@@ -175,6 +175,11 @@ WRONG_IN_BOTH = {
         ValueError,
         r"scale must be positive and finite or None, got '0\.25'",
     ),
+    "a scale for each head": (
+        {"scale": np.array([0.25, 0.5])},
+        ValueError,
+        r"scale must be positive and finite or None, got \w+\(\[0\.25",
+    ),
     "unknown fuse": (
         {"fuse": "k"},
         ValueError,

@@ -61,7 +61,7 @@ def fused_rope_attention(
     form = check_arguments(
         (q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = max_seqlen, scale, fuse, implementation
     if goes_unseen((q, k, v, cos, sin)):
         return attend(q, k, v, cos, sin, cu_seqlens, *options, form)
@@ -88,7 +88,7 @@ def fused_rope_attention_qkvpacked(
     form = check_arguments(
         (qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
-    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    scale = qkv.shape[-1] ** -0.5 if scale is None else float(scale)
     options = max_seqlen, scale, fuse, implementation
     if goes_unseen((qkv, cos, sin)):
         return attend(*qkv.unbind(1), cos, sin, cu_seqlens, *options, form)
@@ -159,9 +159,8 @@ def attend(
     tensors = q, k, v, out, cos, sin, cu_seqlens
     addresses = [x.data_ptr() for x in tensors]
     source = launch_source(q.device.index)
-    # How cu_seqlens lies makes no difference. What is remembered must not hold a scale of another
-    # type: an equal one would be given it, and a tensor's value changes.
-    call = attention_call(form, are_aligned(addresses[:-1]), source, max_seqlen, float(scale), fuse)
+    # How cu_seqlens lies makes no difference.
+    call = attention_call(form, are_aligned(addresses[:-1]), source, max_seqlen, scale, fuse)
     run(call, tensors, addresses)
     return out
 

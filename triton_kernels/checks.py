@@ -160,7 +160,7 @@ def _is_positive(scale: Any) -> bool:
     """Whether 0 < scale < infinity; it is not where that cannot be told, as of a string."""
     try:
         return bool(0 < scale < math.inf)
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):  # the latter two of several values
         return False
 
 

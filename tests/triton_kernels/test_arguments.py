@@ -1,5 +1,7 @@
 """What triton_kernels refuses."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -97,12 +99,13 @@ def test_what_passed_before_lets_no_other_argument_pass(name, kind):
             attend(**{name: wrong[kind]()})
 
 
-@pytest.mark.parametrize("kind", [np.float16, np.float32, np.asarray, torch.tensor])
-def test_a_scale_of_another_type_is_its_value(kind):
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.asarray, torch.tensor, Fraction])
+def test_a_scale_of_another_type_is_its_value(kind, implementation):
     scales = [0.3, 0.7]
     rounded = [float(kind(scale)) for scale in scales]
-    results = [attend(scale=kind(scale), implementation="triton") for scale in scales]
-    expected = [attend(scale=scale, implementation="triton") for scale in rounded]
+    results = [attend(scale=kind(scale), implementation=implementation) for scale in scales]
+    expected = [attend(scale=scale, implementation=implementation) for scale in rounded]
     for result, of_a_float in zip(results, expected, strict=True):
         assert torch.equal(result, of_a_float)
 
