@@ -32,7 +32,8 @@ def fused_rope_attention(
 
     Args:
         q, k, v: [tokens, heads, head_dim], bf16, fp16 or fp32, any strides with a contiguous last
-            axis, that of tokens at most 2^23 elements; head_dim a multiple of 8 up to 256.
+            axis, that of tokens at most 2^23 elements; head_dim a multiple of 8 up to 256, and
+            heads x head_dim at most 2^23.
         cos, sin: [tokens, rotary_dim / 2] fp32, the angles of each token, applied in the split-half
             (NeoX) form. Dims of a head behind rotary_dim pass unrotated.
         cu_seqlens: [segments + 1] int32, cumulative segment starts. Segments may be empty; tokens

@@ -138,6 +138,11 @@ def _check_tensors(
         raise ValueError(f"at most {MAX_TOKENS} tokens are supported, got {tokens}")
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
+    if first.shape[-2] * head_dim > MAX_TOKEN_STRIDE:  # the result's token stride
+        raise ValueError(
+            f"heads x head_dim must be at most {MAX_TOKEN_STRIDE}, "
+            f"got {first.shape[-2]} x {head_dim}"
+        )
     _check_angles(first, tokens, head_dim, cos, sin)
     _check_cu_seqlens_form(cu_seqlens)
     if cu_seqlens.device != first.device:

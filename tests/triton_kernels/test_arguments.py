@@ -63,6 +63,16 @@ def test_the_token_stride_of_angles_has_a_limit():
         triton_kernels.fused_rope_attention(x, x, x, angles, angles, cu_seqlens)
 
 
+def test_the_heads_of_a_token_have_a_limit():
+    """Their memory may be one another's, the result's is not."""
+    x, angles = torch.zeros(2, 1, 64).expand(2, 2**17 + 1, 64), torch.ones(2, 32)
+    cu_seqlens = torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match="heads x head_dim must be at most 8388608, got 131073 x 64"
+    ):
+        triton_kernels.fused_rope_attention(x, x, x, angles, angles, cu_seqlens)
+
+
 def test_angles_must_be_contiguous_and_alike():
     wide = torch.ones(12, 16)
     with pytest.raises(ValueError, match="cos must be contiguous in its last axis"):
