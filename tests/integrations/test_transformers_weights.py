@@ -74,6 +74,18 @@ def test_copies_are_accelerated_and_restored_by_themselves(clone):
     assert "FusedAttention" in kinds_of(tower)
 
 
+def test_a_copy_of_compiled_layers_has_weights_of_its_own():
+    tower = accelerate(make_tower("qwen2_5"))
+    for block in tower.blocks:
+        block.attn.compile(backend="eager")
+    for twin in (copy.deepcopy(tower), pickle.loads(pickle.dumps(tower))):
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+            embeddings = run(twin, *random_inputs(twin, GRIDS["image"]))[-1]
+        assert not embeddings.any()
+
+
 def test_state_dicts_have_the_published_shapes():
     tower = make_tower("qwen2_5")
     published = {name: tensor.clone() for name, tensor in tower.state_dict().items()}

@@ -32,7 +32,7 @@ class StandIn(nn.Module):
 
     def __reduce__(self) -> tuple:
         # The class is made at run time, so that pickle and copy can't find it by its name.
-        return _new, type(self).__bases__, self.__dict__
+        return _new, type(self).__bases__, self.__getstate__()
 
 
 def stand_in(module: nn.Module, role: type[StandIn]) -> None:
