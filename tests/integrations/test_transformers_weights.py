@@ -177,8 +177,9 @@ def test_training_keeps_the_padding_at_zero():
         assert linear.weight[84:].count_nonzero() == linear.bias[84:].count_nonzero() == 0
 
 
-def test_moves_and_casts_while_accelerated():
-    tower = make_tower("qwen2_5")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moves_and_casts_while_accelerated(dtype):
+    tower = make_tower("qwen2_5").to(dtype)
     bits = bits_of(copy.deepcopy(tower).double())
     accelerate(tower).double()
     assert_same_bits(bits_of(restore(tower)), bits)

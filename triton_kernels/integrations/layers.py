@@ -126,7 +126,8 @@ class ExactFrequencies(StandIn):
 
     def take_on(self) -> None:
         """Compute them anew, theta ** (-i / n) for i in 0..n-1, as Hugging Face does in fp32."""
-        self.cast_inv_freq = self.inv_freq
+        # As a buffer it is moved and cast along.
+        self.register_buffer("cast_inv_freq", self.inv_freq, persistent=False)
         count, config = len(self.inv_freq), getattr(self, "config", None)
         theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", _THETA)
         exponents = torch.arange(count, dtype=torch.float32) / count
@@ -134,7 +135,8 @@ class ExactFrequencies(StandIn):
 
     def give_up(self) -> None:
         """Back to the frequencies that were there."""
-        self.inv_freq = self.__dict__.pop("cast_inv_freq").to(self.inv_freq.device)
+        self.inv_freq = self.cast_inv_freq
+        del self.cast_inv_freq
 
 
 class PaddedLinear(StandIn):
