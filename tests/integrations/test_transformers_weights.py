@@ -1,5 +1,6 @@
 """An accelerated model's weights: nothing is left behind, the published shapes, training."""
 
+import contextlib
 import copy
 import pickle
 
@@ -160,6 +161,35 @@ def test_gradients_are_hugging_faces(family, checkpointing):
     assert results.keys() == expected.keys()
     for name, result in results.items():
         assert relative_error(result, expected[name]) < 1e-4, name
+
+
+def test_trains_after_it_was_changed_in_inference_mode():
+    tower = make_tower("qwen2_5").train()
+    state, inputs = tower.state_dict(), random_inputs(tower, GRIDS["image"])
+    state = {name: tensor.clone() for name, tensor in state.items()}
+
+    def train():
+        tensors_of(tower(*inputs))[-1].square().mean().backward()
+        torch.optim.SGD(tower.parameters(), lr=0.1).step()
+
+    for function in (accelerate, lambda tower: tower.load_state_dict(state), restore):
+        with torch.inference_mode():
+            function(tower)
+        train()
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_model_made_in_inference_mode(mode):
+    with torch.inference_mode():
+        tower = make_tower("qwen2_5")
+    inputs = random_inputs(tower, GRIDS["image"])
+    with torch.no_grad(), torch.inference_mode() if mode else contextlib.nullcontext():
+        expected = run(tower, *inputs)
+        results = run(accelerate(tower), *inputs)
+        restored = run(restore(tower), *inputs)
+    for result, same, exact in zip(results, restored, expected, strict=True):
+        assert relative_error(result, exact) < 1e-5
+        assert torch.equal(same, exact)
 
 
 def test_training_keeps_the_padding_at_zero():

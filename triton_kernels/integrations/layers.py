@@ -180,9 +180,11 @@ def _resize(linear: nn.Linear, resize: Resize, shape: tuple[int, int]) -> None:
     """Replace the values of the parameters, and of their gradients, not the parameters."""
     for parameter in linear.parameters(recurse=False):
         grad, parameter.grad = parameter.grad, None
-        parameter.data = resize(parameter.data, shape)
-        if grad is not None:
-            parameter.grad = resize(grad, shape)
+        # Whatever the mode: what is made in inference mode can't be trained or written to outside.
+        with torch.inference_mode(parameter.is_inference()):
+            parameter.data = resize(parameter.data, shape)
+            if grad is not None:
+                parameter.grad = resize(grad, shape)
 
 
 def _pad(values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
