@@ -267,11 +267,13 @@ def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Em
     """
     indexes = tower.config.deepstack_visual_indexes
     features = []
-    for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
-        if index in indexes:
-            merger = tower.deepstack_mergers[indexes.index(index)]
-            features.append(merger(hidden)[layout.output_order])
-    embeddings = tower.merger(hidden)[layout.output_order]
+    # Within autocast it would be of another dtype, and so would what is recorded there.
+    with torch.autocast(tower.device.type, enabled=False):
+        for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
+            if index in indexes:
+                merger = tower.deepstack_mergers[indexes.index(index)]
+                features.append(merger(hidden)[layout.output_order])
+        embeddings = tower.merger(hidden)[layout.output_order]
     return (embeddings, tuple(features)) if indexes else embeddings
 
 

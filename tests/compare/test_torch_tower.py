@@ -106,6 +106,16 @@ def test_nothing_is_recorded_for_gradients(config, tower):
     assert not any(parameter.requires_grad for parameter in tower.parameters())
 
 
+def test_autocast_changes_no_bit(config, tower):
+    grid = GRIDS["clip"]
+    patches = random_patches(config, grid)
+    expected = tensors(tower(patches, grid))
+    with torch.autocast(tower.device.type, torch.bfloat16):
+        ours = tensors(tower(patches, grid))
+    assert [x.dtype for x in ours] == [torch.float32] * len(expected)
+    assert all(map(torch.equal, ours, expected))
+
+
 def test_a_bucketed_call_equals_the_unpadded_one(config, tower):
     grid = GRIDS["edge_windows"]
     patches = random_patches(config, grid)
