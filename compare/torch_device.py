@@ -3,6 +3,8 @@
 import numpy as np
 import torch
 
+from compare.errors import one_line
+
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes that are free on a GPU, counting those that PyTorch keeps for later; else None."""
@@ -21,9 +23,19 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def find_device(device: torch.device | str | None) -> torch.device:
+    """A device by its name; None is the GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: PyTorch has no such device.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+        if device.type != "cuda":
+            torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {str(device)!r} cannot be used: {one_line(error)}") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device '{device}' was asked for, but PyTorch finds {torch.cuda.device_count()} GPUs"

@@ -287,6 +287,12 @@ def test_any_image_takes_few_recordings_and_compilations(tmp_path, recorded):
     assert len(recorded) == so_far
 
 
+@pytest.mark.parametrize("device", ["gpu", "cpu:-1", "fpga"])
+def test_devices_that_pytorch_does_not_have(directory, device):
+    with pytest.raises(ValueError, match=f"device '{device}' cannot be used: .*Error: "):
+        load_vision_tower(directory, device=device)
+
+
 def test_graphs_need_a_gpu(directory):
     with pytest.raises(ValueError, match=r"cuda_graphs=True needs .* got device 'cpu'"):
         load_vision_tower(directory, device="cpu", cuda_graphs=True)
