@@ -127,8 +127,10 @@ class Recorder:
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             stream.wait_event(self._finished)
-            yield
-            self._finished.record(stream)
+            try:
+                yield
+            finally:  # what a failed turn had queued runs too
+                self._finished.record(stream)
 
     def wait(self) -> None:
         """Wait until the last turn has run."""

@@ -5,6 +5,7 @@ import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 
@@ -15,7 +16,7 @@ import numpy as np  # noqa: E402
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 
 from compare import torch_graphs  # noqa: E402
-from compare.torch_graphs import GraphCache  # noqa: E402
+from compare.torch_graphs import GraphCache, Recorder  # noqa: E402
 from compare.torch_inputs import layout_tensors  # noqa: E402
 from compare.torch_tower import encode, load_vision_tower  # noqa: E402
 from flax_models import plan_layout  # noqa: E402
@@ -264,6 +265,19 @@ def test_threads_may_call_at_once(config, tower, recording_tower):
     for name, patches, result in zip(names, inputs, ours, strict=True):
         expected = rows(tower, patches, GRIDS[name])
         assert relative_error(side_by_side(result, TorchTower.numpy), expected) < FP32_TOLERANCE
+
+
+def test_what_a_failed_call_had_queued_is_waited_for(monkeypatch):
+    """No memory is left for the results of a replay, for instance."""
+    stream, event = mock.Mock(), mock.Mock()
+    for name in ("Event", "Stream", "device", "graph_pool_handle", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    torch.cuda.Event.return_value, torch.cuda.current_stream.return_value = event, stream
+    torch.cuda.device.return_value = contextlib.nullcontext()
+    recorder = Recorder(torch.device("cuda"))
+    with pytest.raises(MemoryError), recorder.turn():
+        raise MemoryError
+    event.record.assert_called_once_with(stream)
 
 
 def test_any_image_takes_few_recordings_and_compilations(tmp_path, recorded):
