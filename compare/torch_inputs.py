@@ -34,12 +34,18 @@ def layout_tensors(layout: Layout, device: torch.device) -> Layout:
     return tensors
 
 
-@functools.lru_cache(maxsize=32)
 def layout_on_device(layout: Layout, device: torch.device) -> torch.Tensor:
     """All arrays of a layout in one int32 tensor, which takes one transfer and one copy a call.
 
-    Remembered: `plan_layout` returns one object for each grid.
+    Remembered, as `plan_layout` returns one object for each grid, for the current stream alone:
+    another one, of another tower for instance, would not wait for the transfer.
     """
+    on_gpu = device.type == "cuda"
+    return _transfer(layout, device, torch.cuda.current_stream(device) if on_gpu else None)
+
+
+@functools.lru_cache(maxsize=32)
+def _transfer(layout: Layout, device: torch.device, _: torch.cuda.Stream | None) -> torch.Tensor:
     flat = torch.zeros(_offsets(layout)[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
     for start, array in zip(_offsets(layout), layout_arrays(layout).values(), strict=False):
         flat[start : start + array.size] = torch.tensor(array).view(-1)

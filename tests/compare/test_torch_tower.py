@@ -385,3 +385,22 @@ def test_streams_take_turns(config, directory):
             ours += tensors(tower(*call))
     torch.cuda.synchronize()
     assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.gpu
+def test_a_layout_that_another_tower_is_still_bringing_over(config, directory):
+    towers = [load_vision_tower(directory, torch.float32, compile=False) for _ in range(2)]
+    same_bucket, grid = [(1, 8, 8), (1, 4, 4)], [(1, 4, 4), (1, 8, 8)]
+    patches = torch.tensor(random_patches(config, grid), device=towers[0].device)
+    streams = [torch.cuda.Stream() for _ in towers]
+    for tower, stream in zip(towers, streams, strict=True):
+        with torch.cuda.stream(stream):
+            tower(patches, same_bucket)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(10**8)
+        towers[0](patches, grid)
+    with torch.cuda.stream(streams[1]):
+        ours = tensors(towers[1](patches, grid))
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, ours, tensors(towers[1](patches, grid))))
