@@ -4,7 +4,7 @@ By our kernel or, over whole frames, by what else is installed.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -149,7 +149,7 @@ def rotary_angles(
     return angles.cos(), angles.sin()
 
 
-@lru_cache(maxsize=32)
+@cache  # for good: a recorded pass reads them where they are
 def _frequencies(config: VisionConfig, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(inverse_frequencies(config)).to(device)
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import ClassVar
 from unittest import mock
 
@@ -16,6 +17,7 @@ import numpy as np  # noqa: E402
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 
 from compare import torch_graphs  # noqa: E402
+from compare.torch_attention import rotary_angles  # noqa: E402
 from compare.torch_graphs import GraphCache, Recorder  # noqa: E402
 from compare.torch_inputs import layout_tensors  # noqa: E402
 from compare.torch_tower import encode, load_vision_tower  # noqa: E402
@@ -255,6 +257,17 @@ def test_a_copy_of_a_tower_records_for_itself(config, recording_tower, clone):
     for parameter in recording_tower.parameters():
         parameter.zero_()
     np.testing.assert_array_equal(rows(copied, patches, grid), expected)
+
+
+def test_what_a_recording_reads_is_kept(config):
+    """However many towers there are: it is read from its memory, which nothing else holds."""
+    positions = torch.zeros(1, 2, dtype=torch.int32)
+    towers = [replace(config, norm_eps=0.1 / n) for n in range(1, 50)]
+    with mock.patch.object(torch, "from_numpy", side_effect=torch.from_numpy) as made:
+        for _ in range(2):
+            for each in towers:
+                rotary_angles(each, positions)
+    assert made.call_count == len(towers)
 
 
 def test_threads_may_call_at_once(config, tower, recording_tower):
