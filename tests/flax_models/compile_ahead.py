@@ -5,6 +5,7 @@ A program of its own, because settings have to stand before JAX starts:
     python -m tests.flax_models.compile_ahead
 """
 
+import itertools
 import json
 import os
 import re
@@ -19,27 +20,27 @@ import numpy as np
 from tests.pallas_kernels.compile_ahead import compile_for_gpu, forget_this_machine
 
 DEPTHS = (2, 3)  # the first attends over frames, the others over windows
-GRID = np.array([(1, 32, 32)])  # an image of 448 px
+SIDES = (32, 64)  # of one image in patches: 448 and 896 px
 
 _NO_KERNELS = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
 
 
 def main() -> None:
-    """Compile a tower of each depth and print a line of JSON: its kernels by kind, and what else
-    lies in the memory of its results.
+    """Compile a tower of each depth for each image and print a line of JSON: its kernels by kind,
+    and what else lies in the memory of its results.
     """
     forget_this_machine()
     with tempfile.TemporaryDirectory() as directory:
         os.environ["XLA_FLAGS"] = f"--xla_dump_to={directory} --xla_dump_hlo_as_text"
-        for depth in DEPTHS:
-            kernels = count_kernels(tower_program(depth))
+        for side, depth in itertools.product(SIDES, DEPTHS):
+            kernels = count_kernels(tower_program(side, depth))
             [memory] = Path(directory).glob("*.jit__encode.*gpu*-buffer-assignment.txt")
             record = {"kernels": kernels, "beside results": beside_result(memory.read_text())}
             sys.stdout.write(json.dumps(record) + "\n")
             memory.unlink()
 
 
-def tower_program(depth: int) -> str:
+def tower_program(side: int, depth: int) -> str:
     """The optimized program of a tower of real width."""
     import jax
     import jax.numpy as jnp
@@ -52,7 +53,8 @@ def tower_program(depth: int) -> str:
 
     config = replace(VisionConfig.qwen2_5_vl_7b(), depth=depth, fullatt_block_indexes=(0,))
     tower = nnx.eval_shape(lambda: VisionTower(config, jnp.bfloat16, implementation="triton"))
-    layout = plan_layout(config, GRID, choose_bucket(config, GRID))
+    grid = np.array([(1, side, side)])
+    layout = plan_layout(config, grid, choose_bucket(config, grid))
     patches = jax.ShapeDtypeStruct((len(layout.window_order), config.patch_dim), jnp.float32)
     run = jax.jit(_encode, compiler_options=COMPILER_OPTIONS)
     with compiling_by("xla"):
