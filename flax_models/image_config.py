@@ -27,6 +27,9 @@ _SHARED_WITH_TOWER = {
     "merge_size": "spatial_merge_size",
 }
 
+# Smaller images are enlarged to it: no stranger's file shall have that take all memory.
+_MOST_MIN_PIXELS = 1 << 26
+
 _TOO_LARGE = 1e30  # for fp32, as infinity is; NaN is not below it either
 
 Channels = tuple[float, float, float]
@@ -37,7 +40,7 @@ class ImageConfig:
     """What `preprocess` needs to know; the defaults are Hugging Face's for Qwen2-VL and Qwen2.5-VL.
 
     Attributes:
-        min_pixels: lower limit on the pixels of a resized frame.
+        min_pixels: lower limit on the pixels of a resized frame, at most 2^26.
         max_pixels: upper limit on the pixels of a resized frame.
         patch_size: pixels along a side of a patch.
         temporal_patch_size: frames of a patch.
@@ -48,8 +51,8 @@ class ImageConfig:
         image_std: their standard deviations.
 
     Raises:
-        ValueError: limits or sizes that are not positive, `min_pixels` above `max_pixels`, or
-            channels that are not three finite numbers, deviations above 0.
+        ValueError: limits or sizes that are not positive, `min_pixels` above `max_pixels` or 2^26,
+            or channels that are not three finite numbers, deviations above 0.
     """
 
     min_pixels: int = 56 * 56
@@ -69,6 +72,10 @@ class ImageConfig:
         if self.min_pixels > self.max_pixels:
             raise ValueError(
                 f"min_pixels {self.min_pixels:,} is above max_pixels {self.max_pixels:,}"
+            )
+        if self.min_pixels > _MOST_MIN_PIXELS:
+            raise ValueError(
+                f"min_pixels must be at most {_MOST_MIN_PIXELS:,}, got {self.min_pixels:,}"
             )
         for name in ("image_mean", "image_std"):
             channels = getattr(self, name)

@@ -95,6 +95,10 @@ def test_what_hugging_face_saves(checkpoint):
         ({"patch_size": 0}, "patch_size must be a positive integer, got 0"),
         ({"min_pixels": 2.0}, "min_pixels must be a positive integer, got 2.0"),
         ({"max_pixels": 100}, "min_pixels 3,136 is above max_pixels 100"),
+        (
+            {"min_pixels": 10**13, "max_pixels": 10**13},
+            "min_pixels must be at most 67,108,864, got 10,000,000,000,000",
+        ),
         ({"image_mean": 0.5}, "image_mean must be three finite numbers, for r, g and b; got 0.5"),
         ({"image_std": (1, 1, 0)}, r"image_std must be above 0, got \(1.0, 1.0, 0.0\)"),
     ],
@@ -113,6 +117,7 @@ def test_refuses_values(values, message):
         ({"resample": 2}, "resample is 2; only 3 is done"),
         ({"image_std": (1, float("nan"), 1)}, "image_std must be three finite numbers"),
         ({"image_mean": (0, 10**400, 0)}, "image_mean must be three finite numbers"),
+        ({"min_pixels": 10**400, "max_pixels": 10**400}, "min_pixels must be at most 67,108,864"),
         ({"image_std": "x"}, r"preprocessor_config.json: image_std must be three finite numbers"),
     ],
 )
