@@ -77,6 +77,8 @@ def layer_chart(records: Sequence[RecordDict], title: str, path: Path) -> None:
                 for r in records
                 if r["implementation"] == name and r["relative_rms_error"] is not None
             ]
+            if not points:  # NaN after every layer
+                continue
             layers, errors = zip(*points, strict=True)
             colour = _COLOURS.get(name, _SOFT_INK)
             axes.plot(layers, errors, color=colour, linewidth=2 if name in OURS else 1.5)
@@ -99,8 +101,11 @@ def fusion_chart(cells: Sequence[Cell], path: Path) -> None:
 
     A panel for each head_dim, the frameworks one above the other; partial rotations are left to the
     table. A ring marks where "qk" stops paying, the grey line where fuse="auto" stops taking it.
+    Nothing is written where no cell has a time of "none".
     """
     shown = [cell for cell in cells if cell.rotary_dim == cell.head_dim and "none" in cell.times_us]
+    if not shown:
+        return
     names = list(dict.fromkeys(cell.implementation for cell in shown))
     dims = sorted({cell.head_dim for cell in shown})
     with matplotlib.rc_context(_STYLE):
@@ -186,7 +191,7 @@ def _draw_bars(
     floors = [record["floor_us"] for record in records.values() if record.get("floor_us")]
     if floors:
         panel.axvline(floors[0] / scale, color=_INK, linewidth=1, linestyle=(0, (3, 2)))
-    panel.set_xlim(0, 1.25 * max(times, default=1.0))
+    panel.set_xlim(0, 1.25 * (max(times) or 1.0))
     panel.set_xticks([])
     panel.tick_params(left=False)
     panel.set_title(_size(workload), loc="left", fontsize=9)

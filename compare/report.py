@@ -54,8 +54,8 @@ def write_report(directory: Path, out: Path) -> Path:
     Raises:
         InputError: no results there, one that cannot be read, or a place that cannot be written.
     """
-    results.check_writable(out)
     devices = read_devices(directory)
+    results.check_writable(out)
     for folder, parts in devices.items():
         _draw(folder, parts)
     sections = "\n\n".join(_section(f, p, out.parent, full=True) for f, p in devices.items())
@@ -178,8 +178,7 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
         if part == "trust":
             continue
         if part == "fusion":
-            if cells := cells_of(measured.records):
-                charts.fusion_chart(cells, folder / "fusion.svg")
+            charts.fusion_chart(cells_of(measured.records), folder / "fusion.svg")
             continue
         for family, workloads in families(measured).items():
             if ranking(measured, workloads):

@@ -176,6 +176,47 @@ def test_a_part_without_any_timing_still_makes_a_report(tmp_path):
     assert "![" not in text
 
 
+def test_a_tower_without_any_number_still_makes_a_report(tmp_path):
+    """NaN after every layer, which a result file cannot hold."""
+    path = results.default_path("agreement", "x", tmp_path)
+    records = [
+        Record("tower-photographs", name, relative_rms_error=error, passed=error == 0, layer=layer)
+        for name, error in (("torch", 0.0), ("flax", float("nan")))
+        for layer in (0, 1, None)
+    ]
+    results.write(synthetic.as_results("agreement", records), path)
+    text = report.write_report(tmp_path, tmp_path / "report.md").read_text()
+    assert "**3 fail**" in text
+    assert "| layer 1 | 0 | – |" in text
+    assert (path.parent / "tower-layers.svg").is_file()
+
+
+def test_ways_of_fusing_without_one_to_set_them_against_still_make_a_report(tmp_path):
+    records = [
+        replace(r, median_us=None) if r.fuse == "none" else r for r in synthetic.fusion_records()
+    ]
+    path = results.default_path("fusion", "x", tmp_path)
+    results.write(synthetic.as_results("fusion", records), path)
+    text = report.write_report(tmp_path, tmp_path / "report.md").read_text()
+    assert "How much of the rotation to fuse" in text
+    assert "![" not in text
+
+
+def test_a_workload_without_any_timing_still_gets_a_panel(tmp_path):
+    records = synthetic.timing_records(("windows",), synthetic.KERNELS)
+    records = [replace(r, median_us=None) if r.workload == "windows-448" else r for r in records]
+    path = results.default_path("kernels", "x", tmp_path)
+    results.write(synthetic.as_results("kernels", records), path)
+    assert "windows.svg" in report.write_report(tmp_path, tmp_path / "report.md").read_text()
+
+
+def test_no_directory_is_made_where_results_are_looked_for(tmp_path):
+    absent = tmp_path / "absent"
+    with pytest.raises(InputError, match="no results in"):
+        report.write_report(absent, absent / "report.md")
+    assert not absent.exists()
+
+
 def test_the_readme_shows_the_committed_results():
     readme = ROOT / "README.md"
     committed = ROOT / "compare" / "results"
