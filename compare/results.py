@@ -112,16 +112,18 @@ def check_writable(path: Path) -> None:
     """Make sure that a file can be written before hours are spent on its content.
 
     Raises:
-        InputError: its directory cannot be made or written, or the path is a directory or device.
+        InputError: its directory cannot be made or written, its name is too long, or the path is a
+            directory or device.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # What is written is moved there, and would take a device's place.
+        if path.exists() and not path.is_file():
+            raise InputError(f"cannot write results to {path}: it is no regular file")
+        _unfinished(path).touch()
+        _unfinished(path).unlink()
     except OSError as error:
-        raise InputError(f"cannot make the directory for {path}: {error.strerror}") from None
-    # What is written is moved there, and would take a device's place.
-    writable = os.access(path.parent, os.W_OK | os.X_OK)
-    if not writable or (path.exists() and not path.is_file()):
-        raise InputError(f"cannot write results to {path}")
+        raise InputError(f"cannot write results to {path}: {error.strerror}") from None
 
 
 def write(results: Results, path: Path) -> None:
@@ -140,7 +142,7 @@ def write_text(text: str, path: Path) -> None:
     Raises:
         InputError: the place cannot be written, or there is no room left.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    unfinished = _unfinished(path)
     try:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
@@ -148,6 +150,10 @@ def write_text(text: str, path: Path) -> None:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.unfinished")
 
 
 def read(path: Path) -> Results:

@@ -131,7 +131,7 @@ def test_arguments_that_do_not_exist(arguments, capsys):
 def test_a_place_that_cannot_be_written_is_refused_first(agreement, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert cli.main(["agreement", "--json", str(tmp_path / "file" / "a.json")]) == parts.BAD_INPUT
-    assert "cannot make the directory" in sentence(capsys)
+    assert "cannot write results to" in sentence(capsys)
 
 
 def test_report_from_unreadable_results(tmp_path, capsys):

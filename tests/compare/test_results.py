@@ -88,9 +88,11 @@ def test_unreadable_files(tmp_path, content, message):
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "file" / "kernels.json", tmp_path / "pipe"):
-        with pytest.raises(InputError):
-            results.check_writable(path)
+    # The last has room for its own name, but not for that of the unfinished file beside it.
+    for name in (".", "/", "file/kernels.json", "pipe", 300 * "x", 250 * "x"):
+        with pytest.raises(InputError, match="cannot write results to"):
+            results.check_writable(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["file", "pipe"]
 
 
 def test_a_disk_without_room_is_one_sentence(tmp_path, monkeypatch):
