@@ -65,9 +65,7 @@ def bench_kernels(
         try:
             of_workload = _bench(workload, chosen)
         except Exception as error:  # after a kernel that broke the GPU: keep what is measured
-            of_workload = [
-                replace(blank_record(i, workload), note=one_line(error)) for i in measured
-            ]
+            of_workload = [replace(blank_record(i, workload), note=one_line(error)) for i in chosen]
         of_workload = [_with_floor(record, floor_us) for record in of_workload]
         _print(workload, floor_us, of_workload)
         records += of_workload

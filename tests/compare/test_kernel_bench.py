@@ -124,6 +124,17 @@ def test_a_workload_may_name_its_peers():
     ]
 
 
+def test_a_peer_that_is_not_measured_has_no_reason_either(monkeypatch):
+    def broken(_):
+        raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setattr(kernel_bench.Yardstick, "of", broken)
+    fast, slow = (replace(right(name), ours=False) for name in ("fast", "slow"))
+    records, _ = bench_kernels([replace(TINY, peers=("fast",))], [right(), fast, slow])
+    assert [record.implementation for record in records] == ["triton", "fast"]
+    assert {record.note for record in records} == {"RuntimeError: the GPU is gone"}
+
+
 def test_ours_and_every_peer_are_measured():
     names = [implementation.name for implementation in kernel_bench.all_implementations()]
     assert names[:2] == ["triton", "pallas"]
