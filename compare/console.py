@@ -68,4 +68,5 @@ def number(value: float | None, digits: int = 3) -> str:
         return "–"
     if value != 0 and abs(value) < 0.1:
         return f"{value:.{digits - 1}e}"
-    return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:.0f}"
+    text = f"{value:.{digits}g}"
+    return f"{value:.0f}" if "e" in text else text

@@ -10,6 +10,7 @@ pytest.importorskip("matplotlib")
 
 from compare import report, results
 from compare.check_tables import agreement_line
+from compare.console import number
 from compare.errors import InputError
 from compare.families import families, size
 from compare.results import Record
@@ -24,6 +25,17 @@ ROOT = Path(__file__).parents[2]
 def directory(tmp_path):
     synthetic.write_all(tmp_path / "results")
     return tmp_path / "results"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((None, "–"), (float("nan"), "–"), (0.0, "0"), (0.05, "5.00e-02"), (0.1, "0.1")),
+        *((9.996, "10"), (999.4, "999"), (999.6, "1000"), (-999.6, "-1000"), (12345.6, "12346")),
+    ],
+)
+def test_numbers(value, text):
+    assert number(value) == text
 
 
 def test_report_links_charts_that_are_there(directory):
