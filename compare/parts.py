@@ -79,13 +79,18 @@ def run_tune(options: Namespace) -> int:
     from compare.tune import TWINS, tune
     from compare.tuning_cases import tuning_cases
 
+    twins = [TWINS[name] for name in options.package or TWINS]
+    for twin in twins:  # refuse what cannot work before minutes of tuning
+        twin.gpu()
+        if options.write:
+            results.check_writable(twin.launch.TABLE_FILE)
     cases = tuning_cases(tuple(options.kernel or TUNED_KERNELS))
     records = []
-    for name in options.package or TWINS:
-        table, choices = tune(TWINS[name], cases)
+    for twin in twins:
+        table, choices = tune(twin, cases)
         records += [record for choice in choices for record in choice.records]
         if options.write:
-            launches = TWINS[name].launch.TABLE_FILE
+            launches = twin.launch.TABLE_FILE
             results.write_text(table.to_text(), launches)
             say(f"Wrote {launches}")
     file.save(records)

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("jax")
 
 from compare import cli, environment, parts, results, tune, tuning_cases
+from compare.errors import UnavailableError
 from compare.implementations import KernelImplementation
 from compare.oracle import unfused
 from compare.tune import TWINS
@@ -170,6 +171,30 @@ def test_the_command(times, monkeypatch, tmp_path, write, capsys):
     assert (table.read_text() != before) == write
     if write:
         assert Table.read(table).devices[GPU.name].rows[0].launch.num_warps == 2
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [("file", "cannot write results to"), ("gpu", "JAX runs on cpu, not on the GPU")],
+)
+def test_what_cannot_work_is_refused_before_minutes_of_tuning(
+    times, monkeypatch, tmp_path, broken, message, capsys
+):
+    def unavailable():
+        raise UnavailableError("JAX runs on cpu, not on the GPU")
+
+    monkeypatch.setattr(environment, "has_gpu", lambda: True)
+    monkeypatch.setattr(parts, "_check_pytorch", lambda: None)
+    monkeypatch.setattr(tune, "tune", lambda *_: pytest.fail("something was measured"))
+    if broken == "file":
+        (tmp_path / "file").write_text("")
+        table = tmp_path / "file" / "launches.json"
+        monkeypatch.setattr(TWINS["triton"].launch, "TABLE_FILE", table)
+    else:
+        monkeypatch.setattr(TWINS["pallas"].launch, "gpu", unavailable)
+        monkeypatch.setattr(tune, "require_jax_gpu", lambda: None)
+    assert cli.main(["tune", "--write", "--json", str(tmp_path / "x.json")]) == parts.BAD_INPUT
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--kernel", "wave"], ["--package", "cuda"]])
