@@ -13,8 +13,8 @@ _COMPARED = ("torch", "triton", "jax", "flax", "transformers")
 
 _DESCRIPTION = (
     "Hold the Pallas and the Triton kernel, and the towers built on them, against each other, "
-    "against fp64 and against Hugging Face, and time them. Without a part: all of them on a GPU; "
-    "without one, agreement on small shapes."
+    "against fp64 and against Hugging Face, and time them. Without a part: agreement, kernels, "
+    "towers, integration and report on a GPU; without one, agreement on small shapes."
 )
 
 
