@@ -270,4 +270,4 @@ def _check_positive_int(name: str, value: Any, limit: int = _MAX_SIZE) -> None:
     if not _is_int(value) or value <= 0:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if value > limit:
-        raise ValueError(f"{name} must be at most {limit:,}, got {value:.3g}")
+        raise ValueError(f"{name} must be at most {limit:,}, got {value:,}")

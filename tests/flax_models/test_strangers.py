@@ -189,12 +189,14 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path):
         read_checkpoint(CONFIG, tmp_path)
 
 
-@pytest.mark.parametrize("depth", [1025, 10**9, 10**40])
+@pytest.mark.parametrize("depth", [1025, 10**9, pytest.param(10**400, id="10**400")])
 def test_endless_towers_are_refused_before_their_tensors_are_named(tmp_path, depth):
     write_checkpoint(tmp_path, CONFIG)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"depth": depth}))
-    with pytest.raises(ValueError, match=r"config.json: depth must be at most 1,024, got"):
+    with pytest.raises(
+        ValueError, match=rf"config.json: depth must be at most 1,024, got {depth:,}$"
+    ):
         VisionConfig.from_pretrained(tmp_path)
 
 
