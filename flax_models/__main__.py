@@ -233,11 +233,11 @@ def keep_compilations() -> None:
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    directory = caches / "fused-rope-attention" / "jax"
     try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        directory = caches / "fused-rope-attention" / "jax"
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # no such place, or a user without a home
         return
     if os.access(directory, os.W_OK):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory)

@@ -1,6 +1,7 @@
 """`python -m flax_models` keeps what XLA compiles; the library leaves that to its users."""
 
 import os
+import pwd
 import subprocess
 import sys
 
@@ -74,3 +75,17 @@ def test_the_library_leaves_jax_as_it_is(tmp_path):
     load_vision_tower(write_checkpoint(tmp_path, SMALL_TOWERS["head_dim_16"]))
     assert jax.config.jax_compilation_cache_dir == before
     assert os.environ.get(CACHE) == before
+
+
+@pytest.mark.usefixtures("no_cache_named")
+def test_a_user_without_a_home_does_without(monkeypatch):
+    """As in a container whose user is a number that no file of passwords knows."""
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    keep_compilations()
+    assert CACHE not in os.environ
