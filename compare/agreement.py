@@ -97,10 +97,10 @@ def _check(yardstick: Yardstick, fuse: str, twins: Sequence[KernelImplementation
         blank = replace(blank, framework=implementation.framework)
         try:
             output = run(implementation, workload, yardstick.inputs)
+            verdict = yardstick.judge([output])
         except Exception as error:  # a kernel that fails is a result: the others still count
             records.append(replace(blank, passed=False, note=one_line(error)))
             continue
-        verdict = yardstick.judge([output])
         outputs[implementation.name] = output
         records.append(
             replace(

@@ -70,6 +70,13 @@ def test_a_wrong_kernel_fails(wrong, side, capsys):
     assert "FAILED" in capsys.readouterr().out
 
 
+def test_a_result_of_another_shape_fails_and_the_twin_still_counts():
+    records = check(lambda inputs: unfused(inputs)[:-1], unfused)
+    assert records["triton"].passed is False
+    assert "results differ in shape" in records["triton"].note
+    assert records["pallas"].passed is True
+
+
 def test_a_kernel_that_raises_fails_with_its_first_line():
     records = check(failing, unfused)
     assert records["triton"].passed is False
