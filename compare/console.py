@@ -21,7 +21,7 @@ def console() -> Console:
 
 def say(text: str) -> None:
     """Print one line; square brackets stay as they are."""
-    console().print(text, markup=False, highlight=False)
+    console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def progress(items: Sequence[Item], description: str) -> Iterator[Item]:

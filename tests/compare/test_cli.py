@@ -67,6 +67,12 @@ def test_results_go_to_the_directory_named_before_or_behind_the_part(
     assert results.read(tmp_path / "cpu" / "agreement.json").part == "agreement"
 
 
+def test_a_long_path_is_printed_on_one_line(agreement, tmp_path, capsys):
+    path = tmp_path / "/".join(["directory"] * 20) / "agreement.json"
+    assert cli.main(["agreement", "--json", str(path)]) == parts.AGREES
+    assert f"Wrote {path}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("part", ["kernels", "towers"])
 def test_disagreement_is_status_1_and_still_written(agreement, part, tmp_path, capsys):
     agreement["kernels"] = [passing()]
