@@ -24,9 +24,12 @@ from pallas_kernels.compile import local_gpu
 
 # Bytes of shared memory that PTX may declare; more has to be asked for at the launch.
 DECLARED_SHARED_MEMORY = 48 * 1024
-# The GPU's driver assembles the PTX, and this version all do that know compute capability 9.0;
-# newer GPUs want newer versions.
-PTX_VERSION = 80
+# The GPU's driver assembles the PTX, and may be older than Triton's own assembler: for each compute
+# capability a version known to every driver that knows the capability.
+PTX_VERSIONS = {
+    **dict.fromkeys((80, 86, 87, 89, 90), 80),
+    **{100: 87, 103: 88, 110: 90, 120: 87, 121: 88},
+}
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def compile_ir(ttir: str, params: TritonParams, capability: int) -> Any:
         "num_stages": params.num_stages,
         "maxnreg": params.maxnreg,
         "enable_fp_fusion": True,
-        "ptx_version": PTX_VERSION if capability <= 90 else None,
+        "ptx_version": PTX_VERSIONS.get(capability),
     }
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "kernel.ttir")  # Triton takes IR from files alone

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import types
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +91,19 @@ def test_what_is_launched(found):
     ):
         assert attribute in module
     assert compiled.metadata.global_scratch_size == 0
+
+
+@pytest.mark.parametrize(
+    ("capability", "version"),
+    [("8.0", "8.0"), ("8.9", "8.0"), ("10.0", "8.7"), ("10.3", "8.8"), ("12.0", "8.7")],
+)
+def test_every_driver_that_knows_the_gpu_knows_the_ptx(found, monkeypatch, capability, version):
+    """By NVIDIA's "PTX ISA Release Notes"; Triton's own assembler takes newer ones."""
+    gpu = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(triton_lowering, "local_gpu", lambda: gpu)
+    lower(max_seqlen=64)
+    [kernel] = found.kernels
+    assert f".version {version}\n" in kernel.ptx
 
 
 def test_shared_memory_is_declared_where_that_is_allowed(found):
