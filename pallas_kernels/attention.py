@@ -59,7 +59,8 @@ def fused_rope_attention(
         TypeError, ValueError: a dtype, shape or keyword is not as stated above.
 
     Differentiable in q, k, v, cos and sin in reverse mode: the backward pass runs through the
-    reference. Under vmap the calls run one after the other.
+    reference. Under vmap the calls run one after the other; under shard_map with q, k and v split
+    by heads, or all arguments by calls, each device runs its own.
     """
     arrays = tuple(jnp.asarray(x) for x in (q, k, v))
     plan, angles = _plan(
@@ -270,10 +271,13 @@ def _call(
     interpret: bool,
     operands: tuple[jax.Array, ...],
 ) -> jax.Array:
+    # Under shard_map the result varies over the mesh axes that any operand varies over.
+    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+    manual_axis_type = jax.sharding.ManualAxisType(varying=varying)
     call = pl.pallas_call(
         kernel,
         grid=(programs,),
-        out_shape=jax.ShapeDtypeStruct(shape, dtype),
+        out_shape=jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type),
         compiler_params=compiler_params(launch, disable_licm=not hoists(shape[-1], dtype)),
         interpret=interpret,
         name=kernel.func.__name__,

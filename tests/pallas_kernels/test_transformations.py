@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import pallas_kernels
 from tests.kernel_cases import assert_accurate, assert_same_bits, make_case
@@ -91,3 +92,23 @@ def test_inside_a_scan_and_under_remat():
         by_hand = layer(by_hand, None)[0]
     np.testing.assert_allclose(jax.jit(loss)(qkv), by_hand.sum(), rtol=1e-4)
     assert jnp.isfinite(jax.jit(jax.grad(loss))(qkv)).all()
+
+
+@pytest.mark.parametrize("max_seqlen", [WINDOW, STREAM])
+def test_inside_shard_map(max_seqlen):
+    """With JAX's check of what varies from device to device; here heads do, angles do not."""
+    case = make_case((5, 9), heads=2, head_dim=16, dtype="float32")
+    *arrays, cu_seqlens = map(jnp.asarray, case.packed)
+    attend = functools.partial(attention("auto", max_seqlen), cu_seqlens=cu_seqlens)
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    heads, same = PartitionSpec(None, None, "heads"), PartitionSpec()
+    split = jax.shard_map(
+        attend, mesh=mesh, in_specs=(heads, same, same), out_specs=PartitionSpec(None, "heads")
+    )
+    assert_same_bits(*(np.array(jax.jit(f)(*arrays)) for f in (attend, split)))
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda *x: (function(*x) ** 2).sum(), argnums=(0, 1, 2)))(*arrays)
+
+    for ours, expected in zip(gradients(split), gradients(attend), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
