@@ -161,7 +161,7 @@ def _attention(
 def _gpu_is_too_old() -> bool:
     """Whether a GPU here has no tensor cores for bf16, which came with compute capability 8.0."""
     try:
-        gpus = jax.local_devices(backend="gpu")
+        gpus = jax.local_devices(backend="cuda")  # "gpu" may be another vendor's
     except RuntimeError:  # there is none, but one may be lowered for
         return False
     return any(float(gpu.compute_capability) < 8.0 for gpu in gpus)

@@ -76,8 +76,8 @@ def compiler_params(launch: Launch, disable_licm: bool) -> plgpu.CompilerParams:
 
 @functools.cache
 def local_gpu() -> jax.Device | None:
-    """The first GPU here; None where there is none, though one may be lowered for."""
+    """The first CUDA GPU here; None where there is none, though one may be lowered for."""
     try:
-        return jax.local_devices(backend="gpu")[0]
+        return jax.local_devices(backend="cuda")[0]
     except RuntimeError:
         return None

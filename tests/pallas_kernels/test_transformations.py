@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import pallas_kernels
+from pallas_kernels import attention as attention_module
+from pallas_kernels import launch
+from pallas_kernels.attention import _gpu_is_too_old
+from pallas_kernels.compile import local_gpu
 from tests.kernel_cases import assert_accurate, assert_same_bits, make_case
 from tests.kernel_contract import STREAM, WINDOW, cut
 
@@ -43,6 +48,23 @@ def test_auto_is_a_kernel_where_there_is_a_gpu_and_else_the_reference():
         for implementation in ("auto", expected)
     ]
     assert_same_bits(*results)
+
+
+def test_another_vendors_gpu_is_left_to_the_reference(monkeypatch):
+    """What JAX calls "gpu" may be AMD's, whose capability is no number, or Intel's, without one."""
+    local_devices = jax.local_devices
+
+    def beside_an_amd_gpu(*arguments, backend=None, **keywords):
+        if backend == "gpu":
+            return [types.SimpleNamespace(device_kind="AMD GPU", compute_capability="gfx942")]
+        return local_devices(*arguments, backend=backend, **keywords)
+
+    case = make_case((5, 9), head_dim=16)
+    expected = np.array(attention("auto", 16)(*map(jnp.asarray, case.packed)))
+    monkeypatch.setattr(jax, "local_devices", beside_an_amd_gpu)
+    monkeypatch.setattr(attention_module, "_gpu_is_too_old", _gpu_is_too_old.__wrapped__)
+    monkeypatch.setattr(launch, "local_gpu", local_gpu.__wrapped__)
+    assert_same_bits(np.array(attention("auto", 16)(*map(jnp.asarray, case.packed))), expected)
 
 
 @pytest.mark.parametrize(
