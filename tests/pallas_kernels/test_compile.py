@@ -119,6 +119,17 @@ def test_shared_memory_is_declared_where_that_is_allowed(found):
     assert stream.shared_memory == found.compiled[-1].metadata.shared > 48 * 1024
 
 
+@pytest.mark.parametrize("fuse", ["qk", "none"])
+def test_the_default_fits_gpus_with_the_least_shared_memory(found, monkeypatch, fuse):
+    """99 KiB a program, of compute capability 8.6, 8.9 and 12.0, by CUDA's programming guide."""
+    gpu = types.SimpleNamespace(compute_capability="8.6")
+    monkeypatch.setattr(triton_lowering, "local_gpu", lambda: gpu)
+    monkeypatch.setattr(launch, "gpu", lambda: None)
+    lower(head_dim=256, max_seqlen=STREAM, fuse=fuse)
+    assert found.kernels[-1].name == "stream_kernel"
+    assert 0 < found.kernels[-1].shared_memory <= 99 * 1024
+
+
 # So many that an H200's launch has tiles of 128 rows, where the tail's product is ahead.
 MANY_TOKENS = 9216
 
