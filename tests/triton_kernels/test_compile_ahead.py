@@ -17,8 +17,8 @@ from tests.triton_kernels.wgmma_descriptors import high_word_sums
 
 ROOT = Path(__file__).parents[2]
 
-# Bytes of shared memory that one program may have; what 8.0 takes, 8.6, 8.9 and 12.0 take too, which
-# have the least.
+# Bytes of shared memory that one program may have. What is compiled for 8.0 has to fit 8.6, 8.9 and
+# 12.0 too, which have the least.
 SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # What a thread may spill where speed is not promised: 64 registers. On sm_90 nothing, in the dtypes
 # that tensor cores multiply, up to a head_dim of 128; but where a launch bounds the registers, 16
