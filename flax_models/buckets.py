@@ -4,6 +4,7 @@ The sizes of a bucket are functions of its tokens wherever the images allow it, 
 of compilations is the number of token buckets in use, hardly ever more.
 """
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -25,6 +26,9 @@ _LADDER = (
 )
 
 _LADDER_PATCH = 14
+
+# XLA pads the rows of every product to a multiple of this, and cuts its result.
+_ROWS = 8
 
 # Attention within whole frames gets no benefit from a tighter bound below this many tokens.
 _FRAME_TOKENS = 1 << 15
@@ -109,8 +113,9 @@ def _choose_bucket(
     grid = np.frombuffer(grid_bytes, dtype=np.int64).reshape(-1, 3)
     needed = count_tokens(grid)
     if token_buckets is None:
-        whole_units = -(-_ladder_tokens(config, needed) // config.merge_unit)
-        return bucket_of_tokens(config, grid, whole_units * config.merge_unit)
+        multiple = math.lcm(config.merge_unit, _ROWS)
+        tokens = -(-_ladder_tokens(config, needed) // multiple) * multiple
+        return bucket_of_tokens(config, grid, tokens)
     tokens = min((size for size in token_buckets if size >= needed), default=None)
     if tokens is None:
         largest = max(token_buckets, default=0)
