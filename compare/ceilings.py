@@ -22,7 +22,7 @@ class Ceilings:
         copy_bytes_per_s: bytes read plus bytes written by an elementwise copy of 94 MiB in all.
         large_copy_bytes_per_s: the same for 1 GiB in all.
         matrix_flops_per_s: of a bf16 product of random matrices of 8192 x 8192, before its power
-            makes the GPU lower its clock, which is after some 60 ms.
+            makes the GPU lower its clock, which is soon.
     """
 
     copy_bytes_per_s: float
