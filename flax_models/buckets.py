@@ -71,9 +71,9 @@ def choose_bucket(
     Args:
         config: the tower's configuration.
         grid_thw: [images, 3] integers, as for `plan_layout`.
-        token_buckets: the token counts to choose from, each a multiple of the merge unit. None: a
-            built-in ladder from 256 tokens to the most of one call, which pads mixed photographs by
-            about a tenth.
+        token_buckets: the token counts to choose from, each a multiple of the merge unit, and best
+            of 8, to which XLA pads in every product. None: a built-in ladder from 256 tokens to the
+            most of one call, which pads mixed photographs by about a tenth.
 
     Raises:
         ValueError: a bad grid (see `grid.as_grid`), no bucket large enough, or a token bucket that

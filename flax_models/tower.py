@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from flax_models.attention import Segments, check_known, check_provider, layout_segments
+from flax_models.attention import check_known, check_provider, layout_segments, rotary_angles
 from flax_models.blocks import Block, PatchEmbed, PatchMerger, PositionTable
 from flax_models.buckets import bucket_of_equal_frames, check_token_buckets, choose_bucket
 from flax_models.checkpoint import read_checkpoint
@@ -143,8 +143,7 @@ class VisionTower(nnx.Module):
             in window order: the order in which Hugging Face's blocks return theirs too.
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
-        segments = _segments(self, layout)
-        for hidden in _block_outputs(self, jnp.asarray(patches), layout, segments):
+        for hidden in _block_outputs(self, jnp.asarray(patches), layout):
             yield hidden[: layout.num_tokens]
 
 
@@ -241,20 +240,14 @@ def _encode(
     caller holds the last one; the angles, which the attention of every block reads, would too.
     """
     indexes = tower.config.deepstack_visual_indexes
-    segments = _segments(tower, layout)
     features = []
-    for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout, segments)):
+    for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
         if index in indexes:
             merger = tower.deepstack_mergers[indexes.index(index)]
             features.append(merger(hidden)[layout.output_order])
     embeddings = tower.merger(hidden)[layout.output_order]
-    angles = segments[0].cos, segments[0].sin
-    return ((embeddings, tuple(features)) if indexes else embeddings), angles
-
-
-def _segments(tower: VisionTower, layout: Layout) -> tuple[Segments, Segments]:
-    """The windows and the frames of a layout."""
-    return layout_segments(tower.config, layout, tower.implementation, tower.frame_attention)
+    outputs = (embeddings, tuple(features)) if indexes else embeddings
+    return outputs, rotary_angles(tower.config, layout.positions)  # XLA computes them once
 
 
 # Traced for windows and for frames instead of once for each layer.
@@ -262,10 +255,7 @@ _run_block = jax.jit(Block.__call__)
 
 
 def _block_outputs(
-    tower: VisionTower,
-    pixel_values: jax.Array,
-    layout: Layout,
-    segments: tuple[Segments, Segments],
+    tower: VisionTower, pixel_values: jax.Array, layout: Layout
 ) -> Iterator[jax.Array]:
     """Yield the hidden state after each block, [bucket.tokens, hidden_size] in window order."""
     config = tower.config
@@ -275,10 +265,11 @@ def _block_outputs(
             f"pixel_values must have the layout's padded shape {list(expected)}, "
             f"got {list(pixel_values.shape)}"
         )
-    windows, frames = segments
+    windows, frames = layout_segments(config, layout, tower.implementation, tower.frame_attention)
     hidden = _embed(tower, pixel_values, layout)
     for index, block in enumerate(tower.blocks):
-        hidden = _run_block(block, hidden, frames if config.sees_frames(index) else windows)
+        segments = frames if config.sees_frames(index) else windows
+        hidden = _run_block(block, hidden, segments)
         yield hidden
 
 
