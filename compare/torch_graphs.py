@@ -4,6 +4,8 @@ A forward pass is hundreds of kernels, many of which run shorter than their laun
 """
 
 import contextlib
+import functools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -82,7 +84,7 @@ class GraphCache:
     def _find(
         self, encode: Encode, patch_dim: int, layout: Layout, weight: torch.Tensor
     ) -> "_Recording":
-        key = (*map(len, layout_arrays(layout).values()), layout.max_frame_seqlen)
+        key = _sizes(layout)
         if key not in self._recordings:
             self._forget(len(self._recordings) - self.limit + 1)
             self._recordings[key] = _Recording(encode, patch_dim, layout, weight, self._recorder)
@@ -94,6 +96,12 @@ class GraphCache:
             self._recorder.wait()  # the memory may be in use again at once
         for _ in range(number):
             self._recordings.popitem(last=False)
+
+
+@functools.lru_cache(maxsize=32)
+def _sizes(layout: Layout) -> tuple[int, ...]:
+    """All that a recording fixes of a layout; remembered, as layouts are."""
+    return (*map(len, layout_arrays(layout).values()), layout.max_frame_seqlen)
 
 
 class Recorder:
@@ -108,7 +116,7 @@ class Recorder:
 
     def record(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
         """Record a pass; returns its replay, and the tensors that each replay writes."""
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), _no_cublas_workspace():
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 run()  # whatever is compiled or loaded at first use must be there
@@ -137,6 +145,38 @@ class Recorder:
         self._finished.synchronize()
 
 
+_WORKSPACE_VARIABLE = "CUBLASLT_WORKSPACE_SIZE"
+_workspace_lock = threading.Lock()  # its size is the process's
+
+
+@contextlib.contextmanager
+def _no_cublas_workspace() -> Iterator[None]:
+    """Have cuBLAS choose products that need no workspace, whatever the process has set.
+
+    Where there is one, products of some size deal out their tiles by a counter in it, and a fill
+    sets it to zero before each: no faster than tiles dealt out beforehand, and 4 to 6 us more from
+    one kernel of a graph to the next (compare/results/nvidia-h200/torch-calls.json).
+    """
+    with _workspace_lock:
+        if hasattr(torch.backends.cuda, "cublaslt_workspace_size"):
+            resize = torch.backends.cuda.cublaslt_workspace_size
+            before = resize()
+            resize(0)
+            try:
+                yield
+            finally:
+                resize(before)
+        else:  # PyTorch before 2.13 reads a variable at every product
+            before = os.environ.get(_WORKSPACE_VARIABLE)
+            os.environ[_WORKSPACE_VARIABLE] = "0"
+            try:
+                yield
+            finally:
+                del os.environ[_WORKSPACE_VARIABLE]
+                if before is not None:
+                    os.environ[_WORKSPACE_VARIABLE] = before
+
+
 class _Recording:
     """One pass with the buffers that it reads and writes."""
 
@@ -149,6 +189,7 @@ class _Recording:
         recorder: Recorder,
     ) -> None:
         self._patches = weight.new_zeros(len(layout.window_order), patch_dim)
+        self._layout = layout  # that self._flat holds
         self._flat = layout_on_device(layout, weight.device).clone()
         static = unflatten(layout, self._flat)
         self._replay, self._outputs = recorder.record(lambda: encode(self._patches, static))
@@ -156,8 +197,11 @@ class _Recording:
     def run(self, patches: torch.Tensor, layout: Layout) -> Outputs:
         """Replay with other images of the same bucket."""
         self._patches[: len(patches)].copy_(patches)
-        self._patches[len(patches) :].zero_()
-        self._flat.copy_(layout_on_device(layout, self._flat.device))
+        if len(patches) < len(self._patches):
+            self._patches[len(patches) :].zero_()
+        if layout is not self._layout:
+            self._flat.copy_(layout_on_device(layout, self._flat.device))
+            self._layout = layout
         self._replay()
         return first_rows(self._outputs, layout.num_merged, copy=True)
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,6 +19,7 @@ import numpy as np  # noqa: E402
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 
 from compare import torch_graphs  # noqa: E402
+from compare.profiling import profile  # noqa: E402
 from compare.torch_attention import rotary_angles  # noqa: E402
 from compare.torch_graphs import GraphCache, Recorder  # noqa: E402
 from compare.torch_tower import load_vision_tower  # noqa: E402
@@ -170,6 +173,35 @@ def test_what_a_failed_call_had_queued_is_waited_for(monkeypatch):
     event.record.assert_called_once_with(stream)
 
 
+@pytest.mark.parametrize("before", [None, "4096"])
+def test_products_are_recorded_without_workspace_where_a_variable_sets_it(monkeypatch, before):
+    """PyTorch before 2.13."""
+    monkeypatch.delattr(torch.backends.cuda, "cublaslt_workspace_size", raising=False)
+    name = torch_graphs._WORKSPACE_VARIABLE
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with contextlib.suppress(MemoryError), torch_graphs._no_cublas_workspace():
+        assert os.environ[name] == "0"
+        raise MemoryError
+    assert os.environ.get(name) == before
+
+
+def test_products_are_recorded_without_workspace_where_pytorch_sets_it(monkeypatch):
+    sizes = [1 << 25]
+
+    def workspace_size(size=None):
+        sizes.extend([] if size is None else [size])
+        return sizes[-1]
+
+    cuda = torch.backends.cuda
+    monkeypatch.setattr(cuda, "cublaslt_workspace_size", workspace_size, raising=False)
+    with contextlib.suppress(MemoryError), torch_graphs._no_cublas_workspace():
+        assert sizes[-1] == 0
+        raise MemoryError
+    assert sizes == [1 << 25, 0, 1 << 25]
+
+
 def test_any_image_takes_few_recordings_and_compilations(tmp_path, recorded):
     """200 images of 56 to 1344 px, one or several a call: at most 16, and none after that."""
     tower = load_vision_tower(write_checkpoint(tmp_path, WINDOWS_ALONE), torch.float32, "cpu")
@@ -217,6 +249,24 @@ def test_a_replay_does_not_wait_for_the_gpu(config, directory):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.gpu
+def test_a_recorded_product_is_one_kernel():
+    """With a workspace cuBLAS sets a counter in it to zero first (seen on an H200)."""
+    x, weight = (torch.randn(rows, 1280, device="cuda").bfloat16() for rows in (2304, 6912))
+    bias = torch.randn(6912, device="cuda").bfloat16()
+    run = functools.partial(torch.addmm, bias, x, weight.T)
+    replay, product = Recorder(x.device).record(run)
+
+    def replay_and_wait():
+        replay()
+        torch.cuda.synchronize()
+
+    replay_and_wait()
+    profiled = profile(replay_and_wait, 1)
+    assert profiled.kernels_per_call == 1, profiled.by_kernel()
+    assert relative_error(numpy(product), numpy(run())) < 1e-3
 
 
 @pytest.mark.gpu
