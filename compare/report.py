@@ -10,7 +10,7 @@ from compare.errors import InputError, UnavailableError
 from compare.families import families, layer_families, ranking
 from compare.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.results import Results
-from compare.timing_tables import ratio_table, timing_table
+from compare.timing_tables import ratio_table, row_table, timing_table
 from compare.tower_tables import group_table, rate_table, resource_table
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -22,9 +22,11 @@ _METHODS = {
     "the floor, or times as long as ours of the same framework. Spread: 90th - 10th percentile.",
     "fusion": "Rows: framework and head_dim; columns: tokens of a segment, of about 9,216 in all. "
     "Clocks as in the kernels' tables.",
-    "towers": "Wall time of whole calls, inputs on the GPU. In brackets: share of the floor, or "
-    "times as long as ours in PyTorch. Spread: 90th - 10th percentile.",
-    "integration": "Wall time of whole calls, inputs on the GPU; the first call plans for a size. "
+    "towers": "Wall time of whole calls, inputs on the GPU: first of calls that are waited for one "
+    "by one, then of calls in a row, of which only the last is waited for; tokens a second are by "
+    "the latter. In brackets: share of the floor, or times as long as ours of the same framework. "
+    "Spread: 90th - 10th percentile.",
+    "integration": "Wall time of whole calls as for the towers; the first call plans for a size. "
     "`accelerate(model)` as it is, and with every block compiled by torch.compile. In brackets: "
     "share of the floor, or times as long as accelerated. Spread: 90th - 10th percentile.",
 }
@@ -156,6 +158,7 @@ def _timings(measured: Results, full: bool) -> Iterator[tuple[str, str | None, s
         if measured.part == "kernels":
             texts.append(ratio_table(measured, workloads))
         else:
+            texts.append(row_table(measured, workloads))
             texts.append(rate_table(measured, workloads))
             texts.append(group_table(measured, workloads))
             texts.append(resource_table(measured, workloads))

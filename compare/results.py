@@ -27,6 +27,7 @@ class Record:
     Attributes:
         median_us: microseconds a call, None where there is no timing; `note` then says why.
         spread_us: 90th minus 10th percentile of the same samples.
+        row_us: microseconds a call of calls in a row, of which only the last is waited for.
         floor_us: the least time that the measured ceilings allow.
         share_of_floor: floor_us / median_us.
         relative_rms_error: of the very output that was timed.
@@ -50,6 +51,7 @@ class Record:
     heads: int | None = None
     fuse: str | None = None
     spread_us: float | None = None
+    row_us: float | None = None
     share_of_floor: float | None = None
     profiler_us: float | None = None
     kernels_per_call: float | None = None

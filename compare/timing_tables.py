@@ -1,6 +1,6 @@
 """The times of one family of workloads, and their ratios, as Markdown tables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from compare.console import number
 from compare.families import KERNELS, OURS, RecordDict, family, ranking, size, timed
@@ -19,6 +19,9 @@ _COUNTERPART = {
     ("integration", "torch"): "accelerated",
 }
 
+# Of a part's times: the unit and its microseconds.
+_UNITS = {"kernels": ("µs", 1.0), "towers": ("ms", 1e3), "integration": ("ms", 1e3)}
+
 
 def timing_table(results: Results, workloads: Sequence[str]) -> str:
     """Times of one family: a row for each implementation, a column for each workload.
@@ -26,32 +29,52 @@ def timing_table(results: Results, workloads: Sequence[str]) -> str:
     A cell holds the median and, for ours, the share of the floor, for a peer how many times longer
     than ours of the same framework it takes. Spread and error are the largest of the row.
     """
-    unit, scale = ("µs", 1.0) if results.part == "kernels" else ("ms", 1e3)
-    names = ranking(results, workloads)
     floors = [_first(results.of(workload), "floor_us") for workload in workloads]
+    scale = _UNITS[results.part][1]
     rows = [["floor", *(number(floor and floor / scale) for floor in floors), "", ""]]
-    for name in names:
-        by_workload = [timed(results, workload) for workload in workloads]
-        cells = [_cell(results.part, records, name, scale) for records in by_workload]
-        own = [records[name] for records in by_workload if name in records]
+    for label, name, cells in _cells(results, workloads, "median_us"):
+        records = [timed(results, workload).get(name) for workload in workloads]
+        own = [record for record in records if record is not None]
         spread = max(record.get("spread_us", 0) / record["median_us"] for record in own)
         error = max(record["relative_rms_error"] for record in own)
-        label = f"**{name}**" if name in OURS else name
         rows.append([label, *cells, f"{spread:.1%}", number(error)])
-    headings = [f"{size(workload)}, {unit}" for workload in workloads]
+    headings = _headings(results, workloads)
     return table([family(workloads[0]), *headings, "spread", "rel. RMS error"], rows)
 
 
-def _cell(part: str, records: dict[str, RecordDict], name: str, scale: float) -> str:
-    record = records.get(name)
-    if record is None:
+def row_table(results: Results, workloads: Sequence[str]) -> str:
+    """The same cells for calls in a row; empty where none are on record."""
+    rows = [[label, *cells] for label, _, cells in _cells(results, workloads, "row_us")]
+    if all(set(row[1:]) == {"–"} for row in rows):
+        return ""
+    return table(["calls in a row", *_headings(results, workloads)], rows)
+
+
+def _cells(
+    results: Results, workloads: Sequence[str], key: str
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Label, name and cells of each implementation, ours first; `key` tells which time."""
+    by_workload = [timed(results, workload) for workload in workloads]
+    for name in ranking(results, workloads):
+        cells = [_cell(results.part, records, name, key) for records in by_workload]
+        yield f"**{name}**" if name in OURS else name, name, cells
+
+
+def _headings(results: Results, workloads: Sequence[str]) -> list[str]:
+    return [f"{size(workload)}, {_UNITS[results.part][0]}" for workload in workloads]
+
+
+def _cell(part: str, records: dict[str, RecordDict], name: str, key: str) -> str:
+    time_us = records.get(name, {}).get(key)
+    if time_us is None:
         return "–"
-    time = number(record["median_us"] / scale)
+    time = number(time_us / _UNITS[part][1])
     if name in OURS:
-        share = record.get("share_of_floor")
-        return time if share is None else f"**{time}** ({share:.0%} of floor)"
-    ours = records.get(_COUNTERPART.get((part, record.get("framework", "")), ""))
-    return time if ours is None else f"{time} ({record['median_us'] / ours['median_us']:.1f} x)"
+        floor = records[name].get("floor_us")
+        return time if floor is None else f"**{time}** ({floor / time_us:.0%} of floor)"
+    counterpart = _COUNTERPART.get((part, records[name].get("framework", "")), "")
+    ours_us = records.get(counterpart, {}).get(key)
+    return time if ours_us is None else f"{time} ({time_us / ours_us:.1f} x)"
 
 
 def _first(records: Sequence[RecordDict], key: str) -> float | None:

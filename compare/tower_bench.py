@@ -17,7 +17,7 @@ from compare.errors import one_line
 from compare.metrics import relative_rms_error, tower_verdict
 from compare.profiling import Profile, profile
 from compare.results import Record
-from compare.timing import time_wall
+from compare.timing import time_row, time_wall
 from compare.tower_workloads import TowerWorkload
 from compare.towers import (
     Directory,
@@ -183,6 +183,8 @@ def _time(tower: Tower, record: Record, inputs: Inputs) -> tuple[Record, torch.T
         spread_us=timing.spread_us,
         compile_s=compile_s,
         peak_memory_mib=tower.peak_memory_mib(),
+        # Last: the peak is to be a single call's.
+        row_us=time_row(call, tower.wait, timing.median_us).median_us,
     )
     return timed, tower.tensor(embeddings)
 
@@ -219,19 +221,23 @@ def _judged(record: Record, error: float, yardstick: float | None, ours: bool) -
     """The record with its error, and without its timing where that breaks the rule."""
     record = replace(record, relative_rms_error=error)
     if yardstick is None:
-        return replace(record, median_us=None, note="not timed: no bf16 yardstick to judge it by")
+        return _untimed(record, "no bf16 yardstick to judge it by")
     verdict = tower_verdict(error, yardstick, ours)
     record = replace(record, error_limit=verdict.limit, passed=verdict.passed)
     if not verdict.passed:
-        return replace(record, median_us=None, note="not timed: the error breaks its rule")
+        return _untimed(record, "the error breaks its rule")
     return record
+
+
+def _untimed(record: Record, reason: str) -> Record:
+    return replace(record, median_us=None, row_us=None, note=f"not timed: {reason}")
 
 
 def _with_rates(record: Record, workload: TowerWorkload, floor_us: float) -> Record:
     """The record beside its floor, with what it encodes in a second."""
-    if record.median_us is None:
+    if record.median_us is None or record.row_us is None:
         return replace(record, floor_us=floor_us)
-    seconds = record.median_us / 1e6
+    seconds = record.row_us / 1e6
     rates = {"tokens_per_s": workload.tokens / seconds}
     if workload.frames:
         rates["frames_per_s"] = workload.frames / seconds
@@ -247,13 +253,18 @@ def _print(workload: TowerWorkload, records: Sequence[Record]) -> None:
     timed = [record for record in records if record.median_us is not None]
     print_table(
         f"{workload.name}: {workload.tokens} tokens, floor {_ms(records[0].floor_us)} ms",
-        ("tower", "ms", "spread", "x floor", "tokens/s", "first call s", "peak MiB", "rel. RMS"),
+        (
+            *("tower", "ms", "spread", "x floor", "ms in a row", "x floor", "tokens/s"),
+            *("first call s", "peak MiB", "rel. RMS"),
+        ),
         [
             [
                 record.implementation,
                 _ms(record.median_us),
                 _ms(record.spread_us, 2),
-                number(record.share_of_floor and 1 / record.share_of_floor),
+                number((record.median_us or 0) / (record.floor_us or 1)),
+                _ms(record.row_us),
+                number((record.row_us or 0) / (record.floor_us or 1)),
                 f"{record.details['tokens_per_s']:,.0f}",
                 number(record.compile_s),
                 number(record.peak_memory_mib, 5),

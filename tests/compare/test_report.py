@@ -14,7 +14,7 @@ from compare.console import number
 from compare.errors import InputError
 from compare.families import families, size
 from compare.results import Record
-from compare.timing_tables import ratio_table, timing_table
+from compare.timing_tables import ratio_table, row_table, timing_table
 from compare.workloads import FRAMES_MIX, FRAMES_MIX_PARTS
 from tests.compare import synthetic
 
@@ -79,6 +79,17 @@ def test_timing_table():
     assert lines[5].startswith("| in-place rope + FA2 varlen | 13 (2.6 x) |")
     assert lines[7].startswith("| XLA rope + cuDNN (jax.nn) | 17 (3.1 x) |")
     assert synthetic.MISSING not in rows
+
+
+def test_calls_in_a_row():
+    records = synthetic.timing_records(("tower",), synthetic.TOWERS)
+    measured = synthetic.as_results("towers", records)
+    lines = row_table(measured, ["tower-448", "tower-672"]).splitlines()
+    assert lines[0] == "| calls in a row | 448, ms | 672, ms |"
+    assert lines[2] == "| **torch** | **2.48** (0% of floor) | **5.58** (0% of floor) |"
+    assert lines[4] == "| Hugging Face FA2 varlen | 13.6 (5.5 x) | 30.6 (5.5 x) |"
+    unknown = [replace(record, row_us=None) for record in records]
+    assert row_table(synthetic.as_results("towers", unknown), ["tower-448"]) == ""
 
 
 def ratios(records, workloads):

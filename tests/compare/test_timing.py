@@ -3,8 +3,9 @@ import weakref
 import pytest
 import torch
 
+from compare import timing as timing_module
 from compare.ceilings import Ceilings
-from compare.timing import GraphTimer, Timing, time_wall
+from compare.timing import GraphTimer, Timing, time_row, time_wall
 
 
 def test_median_and_spread():
@@ -20,6 +21,24 @@ def test_wall_time_waits_for_every_call():
     assert waited == list(range(timing.samples))
     assert timing.samples >= 10
     assert timing.median_us > 0
+
+
+@pytest.mark.parametrize(("alone_us", "calls"), [(1.0, 16), (50e3, 6), (5e6, 2)])
+def test_only_the_last_call_of_a_row_is_waited_for(alone_us, calls, monkeypatch):
+    monkeypatch.setattr(timing_module, "ROW_SECONDS", 1.0)
+    seconds = iter(range(10**6))
+    monkeypatch.setattr(timing_module.time, "perf_counter", lambda: next(seconds))
+    made, waited = [], []
+
+    def call():
+        made.append(len(made))
+        return made[-1]
+
+    timing = time_row(call, waited.append, alone_us)
+    assert waited == made[calls - 1 :: calls]
+    assert len(made) == calls * timing.samples
+    assert timing.samples == 3
+    assert timing.median_us == pytest.approx(1e6 / calls)  # one tick a row
 
 
 def test_profiled_calls_write_to_memory_of_their_own(monkeypatch):

@@ -183,6 +183,7 @@ def benchmark_on_cpu(monkeypatch):
     ceilings = SimpleNamespace(measure=lambda: Ceilings(4e12, 4e12, 8e14))
     monkeypatch.setattr(tower_bench, "ceilings_module", ceilings)
     monkeypatch.setattr(timing, "WALL_SECONDS", 0.01)
+    monkeypatch.setattr(timing, "ROW_SECONDS", 0.01)
 
 
 def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
@@ -196,6 +197,8 @@ def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
             assert record.relative_rms_error < 0.05
             assert record.compile_s > 0
             assert record.share_of_floor == pytest.approx(record.floor_us / record.median_us)
+            tokens_per_s = workload.tokens / record.row_us * 1e6
+            assert record.details["tokens_per_s"] == pytest.approx(tokens_per_s)
         for name in ("Hugging Face FA2 varlen", "Hugging Face FA3 varlen"):
             record = by_name[workload.name, name]
             assert (record.median_us is None) == bool(record.note)
@@ -228,6 +231,8 @@ def test_a_wrong_tower_gets_no_time(benchmark_on_cpu, monkeypatch):
     records, _ = tower_bench.bench_towers([square(56)])
     record = next(r for r in records if r.implementation == "torch")
     assert record.median_us is None
+    assert record.row_us is None
+    assert "tokens_per_s" not in record.details
     assert record.passed is False
     assert record.relative_rms_error > 0.1
     assert record.note == "not timed: the error breaks its rule"
