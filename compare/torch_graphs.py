@@ -22,6 +22,9 @@ Encode = Callable[[torch.Tensor, Layout], Outputs]
 # Longer passes gain nothing from a recording, which would keep their memory.
 _RECORDED_TOKENS = 1 << 15
 
+_WORKSPACE_VARIABLE = "CUBLASLT_WORKSPACE_SIZE"
+_workspace_lock = threading.Lock()  # the size is the whole process's
+
 
 class GraphCache:
     """The recordings of one tower, of which the least recently used is forgotten first.
@@ -105,7 +108,7 @@ def _sizes(layout: Layout) -> tuple[int, ...]:
 
 
 class Recorder:
-    """Records passes on one GPU, into memory that they share, and sees to their taking turns."""
+    """Records passes on one GPU, into memory that they share, and has them take turns."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -145,36 +148,33 @@ class Recorder:
         self._finished.synchronize()
 
 
-_WORKSPACE_VARIABLE = "CUBLASLT_WORKSPACE_SIZE"
-_workspace_lock = threading.Lock()  # its size is the process's
-
-
 @contextlib.contextmanager
 def _no_cublas_workspace() -> Iterator[None]:
     """Have cuBLAS choose products that need no workspace, whatever the process has set.
 
-    Where there is one, products of some size deal out their tiles by a counter in it, and a fill
-    sets it to zero before each: no faster than tiles dealt out beforehand, and 4 to 6 us more from
-    one kernel of a graph to the next (compare/results/nvidia-h200/torch-calls.json).
+    With a workspace some products deal out their tiles by a counter in it, which a fill has to zero
+    before each. They are no faster for it, and in a graph the kernels around the fill are 4 to 6 us
+    apart instead of 0.3 to 0.5 (compare/results/nvidia-h200/torch-calls.json).
     """
     with _workspace_lock:
-        if hasattr(torch.backends.cuda, "cublaslt_workspace_size"):
-            resize = torch.backends.cuda.cublaslt_workspace_size
-            before = resize()
-            resize(0)
-            try:
-                yield
-            finally:
-                resize(before)
-        else:  # PyTorch before 2.13 reads a variable at every product
-            before = os.environ.get(_WORKSPACE_VARIABLE)
-            os.environ[_WORKSPACE_VARIABLE] = "0"
-            try:
-                yield
-            finally:
-                del os.environ[_WORKSPACE_VARIABLE]
-                if before is not None:
-                    os.environ[_WORKSPACE_VARIABLE] = before
+        before = _set_workspace(0)
+        try:
+            yield
+        finally:
+            _set_workspace(before)
+
+
+def _set_workspace(size: int | str | None) -> int | str | None:
+    """Set the size of cuBLAS' workspace and return the one before, None for PyTorch's default."""
+    if hasattr(torch.backends.cuda, "cublaslt_workspace_size"):
+        before = torch.backends.cuda.cublaslt_workspace_size()
+        torch.backends.cuda.cublaslt_workspace_size(size)
+        return before
+    # PyTorch before 2.13 reads a variable at every product.
+    before = os.environ.pop(_WORKSPACE_VARIABLE, None)
+    if size is not None:
+        os.environ[_WORKSPACE_VARIABLE] = str(size)
+    return before
 
 
 class _Recording:
