@@ -9,7 +9,7 @@ from compare.arrays import from_jax, poison
 from compare.errors import UnavailableError, one_line
 from compare.implementations import KernelImplementation
 from compare.metrics import Verdict
-from compare.profiling import Profile, profile
+from compare.profiling import Profile, profile, try_profile
 from compare.results import Record
 from compare.timing import MIN_CALLS, SAMPLES, GraphTimer, Timing, input_sets
 from compare.workloads import KernelWorkload
@@ -93,7 +93,9 @@ def _time_torch(
         verdict = yardstick.judge(timer.outputs())
         if not (implementation.ours and effort.thorough):
             return _timed(blank, verdict, timing, None)
-        record = _timed(blank, verdict, timing, _profile_quietly(timer, effort.profiled_calls))
+        rounds = -(-effort.profiled_calls // timer.sets)
+        profiled = try_profile(lambda: timer.run_eagerly(rounds), rounds * timer.sets)
+        record = _timed(blank, verdict, timing, profiled)
         return replace(record, details={"host_us": timer.host_us()}) if verdict.passed else record
 
 
@@ -130,15 +132,6 @@ def _time_jax(
         run(1)
         verdict = yardstick.judge([from_jax(output) for output in outputs])
     return _timed(blank, verdict, profiled.timing(), profiled)
-
-
-def _profile_quietly(timer: GraphTimer, calls: int) -> Profile | None:
-    """Profile PyTorch's calls with JAX's profiler: a second opinion, not worth failing for."""
-    rounds = -(-calls // timer.sets)
-    try:
-        return profile(lambda: timer.run_eagerly(rounds), rounds * timer.sets)
-    except Exception:  # no JAX, no CUPTI, another profiler attached: then there is none
-        return None
 
 
 def _timed(blank: Record, verdict: Verdict, timing: Timing, profiled: Profile | None) -> Record:

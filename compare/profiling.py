@@ -113,6 +113,17 @@ def profile(run: Callable[[], None], calls: int) -> Profile | None:
     return Profile(events, calls) if events else None
 
 
+def try_profile(run: Callable[[], None], calls: int) -> Profile | None:
+    """`profile` where it works, else None: for what is shown beside a time, not worth failing for.
+
+    Args and result are those of `profile`.
+    """
+    try:
+        return profile(run, calls)
+    except Exception:  # no JAX, no CUPTI, another profiler attached
+        return None
+
+
 def device_events(data: object) -> list[DeviceEvent]:
     """The GPU's events in a trace.
 

@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from compare.ceilings import Ceilings
 from compare.console import number, print_missing, print_table, progress, say
 from compare.errors import one_line
 from compare.metrics import relative_rms_error, tower_verdict
-from compare.profiling import Profile, profile
+from compare.profiling import try_profile
 from compare.results import Record
 from compare.timing import time_row, time_wall
 from compare.tower_workloads import TowerWorkload
@@ -197,7 +197,7 @@ def _profiled(tower: Tower, record: Record, inputs: Inputs) -> Record:
         for _ in range(_PROFILED_CALLS):
             tower.wait(tower.encode(*arguments))
 
-    seen = _profile_quietly(run)
+    seen = try_profile(run, _PROFILED_CALLS)
     if seen is None:
         return record
     kernels = dict(list(seen.by_kernel().items())[:_NAMED_KERNELS])
@@ -207,14 +207,6 @@ def _profiled(tower: Tower, record: Record, inputs: Inputs) -> Record:
         kernels_per_call=seen.kernels_per_call,
         details=record.details | {"groups_us": seen.by_group(), "kernels_us": kernels},
     )
-
-
-def _profile_quietly(run: Callable[[], None]) -> Profile | None:
-    """Profile calls, which is not worth failing for."""
-    try:
-        return profile(run, _PROFILED_CALLS)
-    except Exception:  # no JAX, no CUPTI, another profiler attached: then there is none
-        return None
 
 
 def _judged(record: Record, error: float, yardstick: float | None, ours: bool) -> Record:
