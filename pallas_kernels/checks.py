@@ -72,6 +72,16 @@ def check_arguments(
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+    _check_arrays(arrays, names, cos, sin, cu_seqlens)
+
+
+def _check_arrays(
+    arrays: tuple[jax.Array, ...],
+    names: tuple[str, ...],
+    cos: jax.Array,
+    sin: jax.Array,
+    cu_seqlens: jax.Array,
+) -> None:
     first = arrays[0]
     packed = len(arrays) == 1
     form = "[tokens, 3, heads, head_dim]" if packed else "[tokens, heads, head_dim]"
@@ -90,19 +100,20 @@ def check_arguments(
         raise ValueError(f"at most {MAX_TOKENS} tokens are supported, got {tokens}")
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
-    _check_angles(tokens, head_dim, cos, sin)
+    _check_angles(first, cos, sin)
     _check_cu_seqlens_form(cu_seqlens)
 
 
 def _is_positive(scale: Any) -> bool:
-    """Whether 0 < scale < infinity; it is not where that cannot be told, as of a traced value."""
+    """Whether 0 < scale < infinity; False where that cannot be told, as of a traced value."""
     try:
         return bool(0 < scale < math.inf)
-    except (TypeError, ValueError):  # the latter of several values
+    except (TypeError, ValueError):  # the latter for several values
         return False
 
 
-def _check_angles(tokens: int, head_dim: int, cos: jax.Array, sin: jax.Array) -> None:
+def _check_angles(first: jax.Array, cos: jax.Array, sin: jax.Array) -> None:
+    tokens, head_dim = first.shape[0], first.shape[-1]
     for name, x in (("cos", cos), ("sin", sin)):
         if x.dtype != jnp.float32:
             raise TypeError(f"{name} must be float32 (angles need it), got {x.dtype}")
