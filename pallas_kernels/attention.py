@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels.checks import check_arguments
-from pallas_kernels.compile import compiler_params
+from pallas_kernels.compile import compiler_params, local_gpus
 from pallas_kernels.launch import auto_fuse, find_launch, head_split, window_limit
 from pallas_kernels.launch_table import Launch
 from pallas_kernels.reference import refuse_longer, rope_attention_reference
@@ -113,7 +113,7 @@ def _plan(
     fuse: str,
     implementation: str,
 ) -> tuple[_Plan, tuple[jax.Array, jax.Array, jax.Array]]:
-    values = cu_seqlens  # of NumPy under jit, they are known until they are an array of JAX
+    values = cu_seqlens  # those of a NumPy array are known under jit, until it becomes JAX's
     cos, sin, cu_seqlens = (jnp.asarray(x) for x in (cos, sin, cu_seqlens))
     check_arguments(arrays, names, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
     if max_seqlen is None:
@@ -147,7 +147,7 @@ def _attention(
         kernel = functools.partial(_kernel, plan, False)
         interpreted = functools.partial(_kernel, plan, True)
         if plan.implementation == "reference" or (
-            plan.implementation == "auto" and _gpu_is_too_old()
+            plan.implementation == "auto" and not _have_tensor_cores()
         ):
             return reference(*arguments)
         if plan.implementation == "auto":
@@ -157,14 +157,9 @@ def _attention(
     return attend(qkv, cos, sin, cu_seqlens)
 
 
-@functools.cache
-def _gpu_is_too_old() -> bool:
-    """Whether a GPU here has no tensor cores for bf16, which came with compute capability 8.0."""
-    try:
-        gpus = jax.local_devices(backend="cuda")  # "gpu" may be another vendor's
-    except RuntimeError:  # there is none, but one may be lowered for
-        return False
-    return any(float(gpu.compute_capability) < 8.0 for gpu in gpus)
+def _have_tensor_cores() -> bool:
+    """Whether all GPUs here have them for bf16, which came with compute capability 8.0."""
+    return all(float(gpu.compute_capability) >= 8.0 for gpu in local_gpus())
 
 
 def _forward(plan: _Plan, *arguments: tuple | jax.Array) -> tuple[jax.Array, tuple]:

@@ -6,8 +6,8 @@ and the L1 cache, since XLA has the driver give nearly all of it up for shared m
 (cuFuncSetCacheConfig). A window kernel waits for loads that need L1 to land in and takes up to 1.8
 times as long.
 
-The Triton package compiles the same IR, and XLA launches what it makes: kernels of its CUDA graphs
-like any other, that need not be recorded anew at every call.
+The Triton package compiles the same IR, and XLA launches the result: as part of its
+CUDA graphs, like any other kernel, which need not be recorded anew at every call.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _chosen: ContextVar[str | None] = ContextVar("compiler", default=None)
 
 
 def compiler() -> str:
-    """Who compiles the kernels of a call that is traced now, "triton" or "xla".
+    """Who compiles the kernels of a call that is traced now, one of COMPILERS.
 
     The Triton package where it is installed and there is a GPU, else XLA.
     """
@@ -75,9 +75,14 @@ def compiler_params(launch: Launch, disable_licm: bool) -> plgpu.CompilerParams:
 
 
 @functools.cache
-def local_gpu() -> jax.Device | None:
-    """The first CUDA GPU here; None where there is none, though one may be lowered for."""
+def local_gpus() -> tuple[jax.Device, ...]:
+    """The CUDA GPUs here. Where there is none, one may still be lowered for."""
     try:
-        return jax.local_devices(backend="cuda")[0]
+        return tuple(jax.local_devices(backend="cuda"))  # "gpu" may be another vendor's
     except RuntimeError:
-        return None
+        return ()
+
+
+def local_gpu() -> jax.Device | None:
+    """The first CUDA GPU here, None where there is none."""
+    return next(iter(local_gpus()), None)

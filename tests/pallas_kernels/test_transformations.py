@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec
 
 import pallas_kernels
 from pallas_kernels import attention as attention_module
-from pallas_kernels import launch
-from pallas_kernels.attention import _gpu_is_too_old
-from pallas_kernels.compile import local_gpu
+from pallas_kernels import compile as compile_module
+from pallas_kernels.compile import local_gpus
 from tests.kernel_cases import assert_accurate, assert_same_bits, make_case
 from tests.kernel_contract import STREAM, WINDOW, cut
 
@@ -64,8 +63,8 @@ def test_another_vendors_gpu_is_left_to_the_reference(monkeypatch):
     case = make_case((5, 9), head_dim=16)
     expected = np.array(attention("auto", 16)(*map(jnp.asarray, case.packed)))
     monkeypatch.setattr(jax, "local_devices", beside_an_amd_gpu)
-    monkeypatch.setattr(attention_module, "_gpu_is_too_old", _gpu_is_too_old.__wrapped__)
-    monkeypatch.setattr(launch, "local_gpu", local_gpu.__wrapped__)
+    for module in (attention_module, compile_module):
+        monkeypatch.setattr(module, "local_gpus", local_gpus.__wrapped__)
     assert_same_bits(np.array(attention("auto", 16)(*map(jnp.asarray, case.packed))), expected)
 
 
