@@ -42,6 +42,11 @@ class Twin:
         """The package's launch.py."""
         return importlib.import_module(f"{self.package}.launch")
 
+    @property
+    def launch_table(self) -> ModuleType:
+        """The package's launch_table.py, whose Table, Row, Shape and Launch it reads."""
+        return importlib.import_module(f"{self.package}.launch_table")
+
     def gpu(self) -> Any:
         """The GPU as the package names it, a Gpu.
 
@@ -94,11 +99,10 @@ def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
     Raises:
         UnavailableError: the framework does not use the GPU.
     """
-    gpu, module = twin.gpu(), importlib.import_module(f"{twin.package}.launch_table")
-    table = module.Table.read(twin.launch.TABLE_FILE)
+    gpu, table = twin.gpu(), twin.launch_table.Table.read(twin.launch.TABLE_FILE)
     launches = [_launches(twin, case, table, gpu) for case in cases]
     jobs = [
-        (_candidate(twin, case, _table_of(_row(case, launch, module), table, gpu)), case.workload)
+        (_candidate(twin, case, table.with_rows(gpu, [_row(twin, case, launch)])), case.workload)
         for case, tried in zip(cases, launches, strict=True)
         for launch in tried
     ]
@@ -116,13 +120,12 @@ def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
             records = [replace(blank, note=one_line(error)) for _ in ready]
         choices.append(_choose(case, tried, records))
     _print(twin, choices)
-    return _renewed(table, gpu, choices, module), choices
+    return _renewed(twin, table, gpu, choices), choices
 
 
 def _launches(twin: Twin, case: Case, table: Any, gpu: Any) -> list[Any]:
     """What the table has for the case's workload, and then the candidates."""
-    module = importlib.import_module(f"{twin.package}.launch_table")
-    workload = case.workload
+    module, workload = twin.launch_table, case.workload
     longest, rows = int(workload.lengths.max()), workload.tokens * workload.heads
     shape = module.Shape(case.kernel, "half", workload.head_dim, longest, rows)
     bounded = twin.bounds_registers
@@ -131,23 +134,18 @@ def _launches(twin: Twin, case: Case, table: Any, gpu: Any) -> list[Any]:
     return list(dict.fromkeys(tried))
 
 
-def _row(case: Case, launch: Any, module: ModuleType) -> Any:
+def _row(twin: Twin, case: Case, launch: Any) -> Any:
     conditions = case.max_head_dim, case.max_length, case.max_rows
-    return module.Row(case.kernel, launch, "half", *conditions)
+    return twin.launch_table.Row(case.kernel, launch, "half", *conditions)
 
 
-def _table_of(row: Any, table: Any, gpu: Any) -> Any:
-    """A table in which the GPU has one row; for all else it takes the default."""
-    return table.with_rows(gpu, [row])
-
-
-def _renewed(table: Any, gpu: Any, choices: Sequence[Choice], module: ModuleType) -> Any:
+def _renewed(twin: Twin, table: Any, gpu: Any, choices: Sequence[Choice]) -> Any:
     """The table with the chosen launches in place of all that served the same shapes."""
     tuned = {choice.case.kernel for choice in choices}
     widest = max(choice.case.max_head_dim for choice in choices)
     old = table.devices[gpu.name].rows if gpu.name in table.devices else ()
     kept = [r for r in old if r.kernel not in tuned or (r.max_head_dim or widest + 1) > widest]
-    rows = [_row(choice.case, choice.new, module) for choice in choices]
+    rows = [_row(twin, choice.case, choice.new) for choice in choices]
     return table.with_rows(gpu, [*kept, *rows])
 
 

@@ -116,13 +116,12 @@ def test_candidates_are_launched_as_their_table_says():
     """The true candidates of both packages, as far as the launch that a call would look up."""
     made = case(8)
     for twin in TWINS.values():
-        launch = twin.launch
-        table_module = tune.importlib.import_module(f"{twin.package}.launch_table")
-        row = tune._row(made, table_module.Launch(**fields(8)), table_module)
-        table = tune._table_of(row, table_module.Table.read(launch.TABLE_FILE), GPU)
-        found = table.find(GPU, table_module.Shape("window", "half", 64, 16, 32))
+        module = twin.launch_table
+        row = tune._row(twin, made, module.Launch(**fields(8)))
+        table = module.Table.read(twin.launch.TABLE_FILE).with_rows(GPU, [row])
+        found = table.find(GPU, module.Shape("window", "half", 64, 16, 32))
         assert found.num_warps == 8
-        assert table.find(GPU, table_module.Shape("stream", "half", 64, 256, 512)).block_k == 64
+        assert table.find(GPU, module.Shape("stream", "half", 64, 256, 512)).block_k == 64
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -131,10 +130,10 @@ def test_a_candidate_computes_what_it_should(name, kernel):
     from compare.arrays import from_jax, jax_arguments, torch_arguments
 
     twin = TWINS[name]
-    module = tune.importlib.import_module(f"{twin.package}.launch_table")
+    module = twin.launch_table
     made = replace(case(), kernel=kernel, fuse="qk" if kernel == "window" else "none")
-    row = tune._row(made, module.Launch(16, 16, 1, 1), module)
-    table = tune._table_of(row, module.Table.read(twin.launch.TABLE_FILE), GPU)
+    row = tune._row(twin, made, module.Launch(16, 16, 1, 1))
+    table = module.Table.read(twin.launch.TABLE_FILE).with_rows(GPU, [row])
     inputs = TINY.inputs()
     call = tune._candidate(twin, made, table).prepare(TINY)
     in_jax = twin.framework == "jax"
