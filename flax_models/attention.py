@@ -49,10 +49,8 @@ def attend(qkv: jax.Array, segments: Segments) -> jax.Array:
         [tokens, heads, head_dim] in the dtype of qkv. Rows of padding are finite if those of qkv
         are, and mean nothing.
     """
-    return _PROVIDERS[segments.provider](qkv, segments)
-
-
-def _fused(qkv: jax.Array, segments: Segments) -> jax.Array:
+    if segments.provider == "cudnn":
+        return _attend_cudnn(qkv, segments)
     return fused_rope_attention_qkvpacked(
         qkv,
         segments.cos,
@@ -63,7 +61,7 @@ def _fused(qkv: jax.Array, segments: Segments) -> jax.Array:
     )
 
 
-def _cudnn(qkv: jax.Array, segments: Segments) -> jax.Array:
+def _attend_cudnn(qkv: jax.Array, segments: Segments) -> jax.Array:
     q, k = (rotate_reference(qkv[:, i], segments.cos, segments.sin) for i in range(2))
     frames = len(segments.cu_seqlens) - 1
     q, k, v = (x.reshape(frames, -1, *x.shape[1:]) for x in (q, k, qkv[:, 2]))
@@ -73,9 +71,6 @@ def _cudnn(qkv: jax.Array, segments: Segments) -> jax.Array:
         q, k, v, key_value_seq_lengths=lengths, implementation=_CUDNN
     )
     return out.reshape(qkv.shape[0], *qkv.shape[2:])
-
-
-_PROVIDERS = dict(zip(FRAME_ATTENTION, (_fused, _cudnn), strict=True))
 
 
 def layout_segments(
