@@ -223,6 +223,8 @@ def load_vision_tower(
     recordable = on_gpu and runs_kernel(target, implementation)
     if cuda_graphs and not recordable:
         raise ValueError(f"cuda_graphs=True needs the kernels, got {implementation=}")
+    cuda_graphs = recordable if cuda_graphs is None else cuda_graphs
+    compile = on_gpu if compile is None else compile
     config = VisionConfig.from_pretrained(directory)
     with torch.device("meta"):  # no parameter is allocated before its values are there
         tower = VisionTower(
@@ -236,11 +238,11 @@ def load_vision_tower(
     weights = tower_weights(config, read_checkpoint(config, directory, progress=show))
     parameters = {name: as_tensor(weight).to(target, dtype) for name, weight in weights.items()}
     tower.load_state_dict(parameters, assign=True)
-    if on_gpu if compile is None else compile:
+    if compile:
         for part in (*tower.blocks, tower.position_table):
             if part is not None:
                 part.compile(dynamic=True, options=COMPILER_OPTIONS)
-    if recordable if cuda_graphs is None else cuda_graphs:
+    if cuda_graphs:
         tower.graphs = GraphCache()
     return tower.requires_grad_(False).eval()
 
