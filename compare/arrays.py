@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 
 from compare.environment import has_gpu
+from compare.torch_device import as_tensor
 from compare.workloads import KernelInputs, KernelWorkload
 
 # qkv, cos, sin, cu_seqlens of one framework: what every kernel implementation is called with.
@@ -21,10 +21,7 @@ def torch_device() -> torch.device:
 def to_torch(array: np.ndarray, device: torch.device | str | None = None) -> torch.Tensor:
     """A copy of a NumPy array, bfloat16 included, on a device (default: torch_device())."""
     device = torch_device() if device is None else device
-    if array.dtype == ml_dtypes.bfloat16:
-        # PyTorch does not know NumPy's bfloat16, which ml_dtypes adds: hand over its bits.
-        return torch.tensor(array.view(np.int16), device=device).view(torch.bfloat16)
-    return torch.tensor(array, device=device)
+    return as_tensor(array).to(device, copy=True)
 
 
 def from_jax(array: Any) -> torch.Tensor:

@@ -15,9 +15,9 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """A NumPy array as a tensor, bfloat16 included, which PyTorch does not take by itself."""
+    """A NumPy array as a tensor that shares its memory where it can, bfloat16 included."""
     array = np.require(array, requirements=("C", "W"))
-    if array.dtype.name == "bfloat16":
+    if array.dtype.name == "bfloat16":  # PyTorch does not know NumPy's: hand over its bits
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
