@@ -117,8 +117,8 @@ def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) ->
     """One device's results; `base` is where the Markdown file lies that links the charts."""
     level = "##" if full else "###"  # a README has a heading of its own above
     lines = [f"{level} {next(iter(parts.values())).device}"]
+    bodies = {"agreement": _agreement, "trust": _trust, "fusion": _fusion}
     for part, measured in parts.items():
-        bodies = {"agreement": _agreement, "trust": _trust, "fusion": _fusion}
         body = bodies.get(part, _timings)
         for title, chart, text in body(measured, full):
             lines.append(f"{level}# {title}")
@@ -177,16 +177,13 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
         if part == "agreement":
             for family, records in layer_families(measured).items():
                 charts.layer_chart(records, _title(family), folder / f"{family}-layers.svg")
-            continue
-        if part == "trust":
-            continue
-        if part == "fusion":
+        elif part == "fusion":
             charts.fusion_chart(cells_of(measured.records), folder / "fusion.svg")
-            continue
-        for family, workloads in families(measured).items():
-            if ranking(measured, workloads):
-                path = folder / f"{family}.svg"
-                charts.timing_chart(measured, workloads, _title(family), path)
+        elif part != "trust":
+            for family, workloads in families(measured).items():
+                if ranking(measured, workloads):
+                    path = folder / f"{family}.svg"
+                    charts.timing_chart(measured, workloads, _title(family), path)
 
 
 def _title(family: str) -> str:
