@@ -77,9 +77,9 @@ def stream_kernel(
         q_tail = load_rotary(q_head, rows, main, tail, head_dim, rotary_dim, rotate_q)
         q_tail = rotary_tile(q_tail, cos, sin, rotate_q)  # [block, tail]
     if rotate_q and block >= 64:
-        # Hopper's asynchronous products, which take 64 rows, have what was loaded in shared memory
-        # and what was computed in registers, and then wait for each other. So the rotated tile is
-        # written and loaded again, by way of the result, whose rows are this program's own.
+        # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared
+        # memory but what was computed from registers, and then wait for each other. So the rotated
+        # tile is written to the result, whose rows are this program's own, and loaded again.
         store_columns(out_head, rows, q, 0, main, head_dim)
         if tail > 0:
             store_columns(out_head, rows, q_tail, main, tail, head_dim)
@@ -89,8 +89,8 @@ def stream_kernel(
             q_tail = load_columns(out_head, rows, main, tail, head_dim)
 
     # The product of the tail's columns is computed a block of keys ahead: issued behind those with
-    # V, it is there when the next block's logits start from it. Small tiles, whose programs share a
-    # multiprocessor among more, lose by that; rotating K takes the registers that it wants.
+    # V, it is there when the next block's logits start from it. Small tiles, more of whose programs
+    # share a multiprocessor, lose by that, and rotating K takes the registers that it needs.
     ahead = tail > 0 and block > 64 and not rotate_k
 
     def attend(segment: Scalar, covered: jax.Array) -> jax.Array:
@@ -156,8 +156,8 @@ def stream_kernel(
 def hoists(head_dim: int, dtype: jax.typing.DTypeLike) -> bool:
     """Whether the compiler may move values out of the loop over segments.
 
-    They wait through the loop over keys, in registers or in memory; wide heads and fp32 have so few
-    registers that the assembler does worse without. No other kernel has a loop around another.
+    There they stay alive through the loop over keys, in registers or in memory. Only wide heads and
+    fp32, short of registers in any case, run faster that way. No other kernel nests loops.
     """
     return head_dim > 128 or dtype == jnp.float32
 

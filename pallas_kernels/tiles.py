@@ -49,9 +49,9 @@ def dot(a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
 
 
 def exp2(x: jax.Array, interpreted: bool) -> jax.Array:
-    """2 ** x by one instruction, which takes results below 2 ** -126 for 0.
+    """2 ** x by one instruction, which flushes results below 2 ** -126 to 0.
 
-    What jnp.exp2 becomes spends three more on those.
+    jnp.exp2 is compiled to three more instructions, for those.
     """
     if interpreted:
         return jnp.exp2(x)
@@ -66,7 +66,7 @@ def exp2(x: jax.Array, interpreted: bool) -> jax.Array:
 
 
 def barrier(interpreted: bool) -> None:
-    """Have the threads of a program wait for each other; the interpreter has but one."""
+    """Have the threads of a program wait for each other; the interpreter has only one."""
     if not interpreted:
         plgpu.debug_barrier()
 
@@ -79,7 +79,7 @@ def segment_bounds(cu_seqlens_ref: Ref, segment: Scalar, tokens: int) -> tuple[S
 
 
 def padding_bounds(cu_seqlens_ref: Ref, segments: int, tokens: int) -> tuple[Scalar, Scalar]:
-    """Tokens of no segment stand before the first and behind the last: one's end, other's start."""
+    """End of the padding before the first segment, and start of that behind the last."""
     return jnp.clip(cu_seqlens_ref[0], 0, tokens), jnp.clip(cu_seqlens_ref[segments], 0, tokens)
 
 
@@ -180,7 +180,7 @@ def interleave(y1: jax.Array, y2: jax.Array) -> jax.Array:
 
 def load_rotary(x: Head, rows: Rows, first: int, width: int,
                 head_dim: int, rotary_dim: int, rotate: bool) -> Pair | jax.Array:  # fmt: skip
-    """What rotary_tile makes a tile of: the halves, or the tile as rotate_kernel left it."""
+    """What rotary_tile takes: the halves if it rotates, else the tile that rotate_kernel wrote."""
     if rotate:
         return load_pairs(x, rows, first, width, head_dim, rotary_dim)
     return load_columns(x, rows, first, width, head_dim)

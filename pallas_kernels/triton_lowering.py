@@ -112,7 +112,7 @@ def _first_stage(file: Path, target: Any, options: dict[str, Any]) -> str:
     source.module.context = context
     stages: dict[str, Any] = {}
     backend.add_stages(stages, backend.parse_options(options), source.language)
-    # Where the file lay is in the IR's locations: left there, no cache would know the kernel again.
+    # The IR's locations name the file: with its directory, no cache would recognise the kernel.
     return str(stages["ttir"](source.module, {})).replace(str(file), file.name)
 
 
@@ -150,7 +150,7 @@ def _kernel(context: Any, params: TritonParams, jaxpr: Any, grid_mapping: Any) -
         raise NotImplementedError("scratch memory")
     ptx, shared_memory = compiled.asm["ptx"], compiled.metadata.shared
     if 0 < shared_memory <= DECLARED_SHARED_MEMORY:
-        # Asked for any, XLA has the driver give up the L1 cache for it (cuFuncSetCacheConfig).
+        # If asked for any, XLA has the driver give up the L1 cache for it (cuFuncSetCacheConfig).
         ptx, declared = re.subn(r"\.extern (\.shared .*)\[\];", rf"\g<1>[{shared_memory}];", ptx)
         shared_memory = 0 if declared else shared_memory
     return Kernel(

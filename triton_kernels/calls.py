@@ -1,6 +1,6 @@
 """What is launched for a call, from the form of its tensors.
 
-Remembered by form: to work it out anew would cost each call microseconds.
+Remembered by form: working it out again would cost each call microseconds.
 """
 
 import functools
@@ -37,7 +37,7 @@ class _Tensor(NamedTuple):
 
 
 def are_aligned(addresses: list[int]) -> bool:
-    """Whether all are multiples of 16 bytes, which a form does not tell."""
+    """Whether all are multiples of 16 bytes, which a form does not say."""
     return functools.reduce(operator.or_, addresses) % 16 == 0
 
 
@@ -106,8 +106,16 @@ def rotate_in_order_call(form: Form, at_16: bool) -> Call:
 
 
 def _in_units(rows: list[int], cos: _Tensor, at_16: bool) -> tuple[bool, int, tuple[int, ...]]:
-    """Whether rows are aligned to 16 bytes, the unit of the angles' stride, and in the kernels'
-    units the token and head strides, which are `rows` in elements, and the angles' stride.
+    """Strides in the kernels' units.
+
+    Args:
+        rows: token and head strides, in elements.
+        cos: the angles; sin lies alike.
+        at_16: all addresses are aligned.
+
+    Returns:
+        Whether rows are aligned to 16 bytes, so that their strides count 8 elements; how many
+        elements the angles' stride counts; and the strides in these units, the angles' last.
     """
     angle_stride = cos.strides[0]
     if not at_16 or any(stride % 8 for stride in rows):

@@ -17,11 +17,11 @@ with ThreadPoolExecutor(1) as _thread:
 
 
 def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether nobody but the caller would know of an operator's call on tensors.
+    """Whether nobody but the caller would know of an operator's call on these tensors.
 
-    So it is where no derivative is to be recorded and nothing looks at operators: no compiler,
-    trace, transform, mode, profiler, tensor subclass or tensor without memory (on "meta"). The
-    computation behind the operator may then be called itself.
+    That is so where no derivative is to be recorded and nothing observes operators: no compiler,
+    trace, transform, mode, profiler, tensor subclass or tensor without memory (on "meta"). Then the
+    function behind the operator may be called directly.
     """
     if torch.compiler.is_compiling() or torch.autograd._profiler_enabled():
         return False

@@ -73,9 +73,9 @@ def find_launch(
 ) -> Launch:
     """How to launch a kernel, one of the table's KERNELS, on `rows` = tokens x heads.
 
-    Unaligned tensors have rows of their own, with tiles of 32 rows: those keep them away from the
-    asynchronous tensor-core products, of which ptxas 12.8, which Triton 3.6 brings along,
-    miscompiles two that share a staging buffer.
+    Unaligned tensors have rows of their own in the table, with tiles of 32 rows. Those avoid
+    Hopper's asynchronous tensor-core products: ptxas 12.8, which comes with Triton 3.6, miscompiles
+    two of them that share a staging buffer.
     """
     operands = "single" if dtype == torch.float32 else "half"
     shape = Shape(kernel, operands if aligned else "unaligned", head_dim, max_seqlen, rows)
@@ -84,7 +84,7 @@ def find_launch(
 
 @functools.cache
 def gpu(index: int | None) -> Gpu | None:
-    """A CUDA device by its index; None for the index that a CPU tensor has, None."""
+    """A CUDA device as the table names it, by its index; None for a CPU, whose index is None."""
     if index is None:
         return None
     capability = ".".join(map(str, torch.cuda.get_device_capability(index)))

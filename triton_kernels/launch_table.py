@@ -19,15 +19,21 @@ KERNELS = ("window", "stream", "rotating_stream", "rotate")
 OPERANDS = ("half", "single", "unaligned")
 DEFAULT = "default"
 _CONDITIONS = ("operands", "max_head_dim", "max_length", "max_rows")
-# Shapes whose launches are remembered: every image size may be one of its own.
+# Shapes whose launches are remembered; every image size may be another one.
 _REMEMBERED = 4096
 
 
 class Launch(NamedTuple):
-    """How one kernel is launched. Rows of a query tile, rows of a key tile, warps, stages.
+    """How one kernel is launched.
 
-    maxnreg bounds a thread's registers, and so says how many programs share a multiprocessor; None
-    leaves it to the compiler. XLA, where it compiles Pallas' kernels, takes no bound.
+    Attributes:
+        block: rows of a query tile; in the rotate kernel of its only tile.
+        block_k: rows of a key tile; in the rotate kernel heads of a program.
+        num_warps: warps of a program.
+        num_stages: stages of the loads that Triton pipelines.
+        maxnreg: upper bound on a thread's registers, of which fewer let more programs share a
+            multiprocessor; None: the compiler's choice. XLA, where it compiles Pallas' kernels,
+            takes no bound.
     """
 
     block: int
@@ -141,8 +147,7 @@ class Device:
 class Table:
     """Launches by device.
 
-    Lookups are remembered, so that a call pays for one dictionary access; the latest alone, as
-    image sizes are many.
+    The latest lookups are remembered, so that a call pays for one dictionary access.
     """
 
     def __init__(self, devices: Mapping[str, Device]) -> None:
@@ -157,7 +162,7 @@ class Table:
         self._find = functools.lru_cache(_REMEMBERED)(self._first_row)
 
     def find(self, gpu: Gpu | None, shape: Shape) -> Launch:
-        """The launch for a shape on a GPU; None is a GPU that nothing is known of.
+        """The launch for a shape on a GPU; None: no known GPU, which gets the default.
 
         Raises:
             ValueError: no row is for the shape.

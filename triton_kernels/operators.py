@@ -106,7 +106,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     *tensors, cu_seqlens = ctx.saved_tensors
     needed = list(ctx.needs_input_grad[: len(tensors)])
     if torch.is_grad_enabled():  # create_graph=True: what is computed here is differentiated again
-        tensors = [x.view_as(x) for x in tensors]  # of which none is computed from another
+        tensors = [x.view_as(x) for x in tensors]  # none of these is computed from another
         found = _pull(grad, tensors, cu_seqlens, ctx.scale, needed, create_graph=True)
     else:
         found = torch.ops.fused_rope_attention.backward(

@@ -39,10 +39,10 @@ def rope_attention_reference(
     tokens = q.shape[0]
     q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    # Writes nothing: where there is no segment, gradients of 0 still find their way.
+    # Writes nothing, but makes out depend on all three: without segments gradients are 0, not None.
     out[:0] = q[:0] + k[:0] + v[:0]
     bounds = cu_seqlens.clamp(0, tokens).tolist()
-    # Within autocast the products would be of bf16.
+    # Under autocast the products would be in bf16.
     with torch.autocast(q.device.type, enabled=False):
         for start, end in itertools.pairwise(bounds):
             for first in range(start, end, QUERY_BLOCK):

@@ -18,7 +18,7 @@ class Binary:
     """A kernel's machine code, known once Triton has been asked for it.
 
     Attributes:
-        compiled: None until then; for good in the interpreter, which compiles nothing.
+        compiled: None until then, and always in the interpreter, which compiles nothing.
     """
 
     compiled: CompiledKernel | None = None
@@ -46,7 +46,7 @@ class Call(NamedTuple):
     binary: Binary | None
 
 
-# As many as there are kinds of calls: nothing of a call's size is in the key.
+# One for each kind of call, however many sizes there are: no size is in the key.
 @functools.cache
 def binary_of(
     kernel: JITFunction,
@@ -68,8 +68,8 @@ def run(call: Call, tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> 
     compiled = None if binary is None else binary.compiled
     if compiled is not None and not _hooked():
         stream = driver.active.get_current_stream(call.device)
-        hooks = (None, None, None)  # what Triton would gather for a profiler takes it microseconds
-        # Of a tensor Triton would ask the driver whose memory it is.
+        hooks = (None, None, None)  # gathering what they would be told takes Triton microseconds
+        # Addresses, as for a tensor Triton would ask the driver whose memory it is.
         compiled.run(
             call.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks,
             *addresses, *call.numbers, *call.constants,

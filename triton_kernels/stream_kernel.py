@@ -91,9 +91,9 @@ def stream_kernel(
         )
         q_tail = rotary_tile(q_tail, cos, sin, ROTATE_Q)  # [BLOCK, TAIL]
     if ROTATE_Q and BLOCK >= 64:
-        # Hopper's asynchronous products, which take 64 rows, have what was loaded in shared memory
-        # and what was computed in registers, and then wait for each other. So the rotated tile is
-        # written and loaded again, by way of the result, whose rows are this program's own.
+        # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared
+        # memory but what was computed from registers, and then wait for each other. So the rotated
+        # tile is written to the result, whose rows are this program's own, and loaded again.
         store_columns(out_ptr, out_stride, rows, mask, q, 0, MAIN, HEAD_DIM)
         if TAIL > 0:
             store_columns(out_ptr, out_stride, rows, mask, q_tail, MAIN, TAIL, HEAD_DIM)
@@ -108,12 +108,12 @@ def stream_kernel(
     covered = tl.zeros([BLOCK], tl.int1)
     first_segment = tl.maximum(last_start_at(cu_seqlens_ptr, block_start, segments), 0)
     last_segment = last_start_at(cu_seqlens_ptr, block_end - 1, segments)
-    # What leaves this loop waits through the loop over keys, in registers or in memory; wide heads
-    # and fp32 have so few registers that the assembler does worse without.
+    # What is moved out of this loop stays alive through the loop over keys, in registers or in
+    # memory. Only wide heads and fp32, short of registers in any case, run faster that way.
     HOIST: tl.constexpr = HEAD_DIM > 128 or dtype == tl.float32
     # The product of the tail's columns is computed a block of keys ahead: issued behind those with
-    # V, it is there when the next block's logits start from it. Small tiles, whose programs share a
-    # multiprocessor among more, lose by that; rotating K takes the registers that it wants.
+    # V, it is there when the next block's logits start from it. Small tiles, more of whose programs
+    # share a multiprocessor, lose by that, and rotating K takes the registers that it needs.
     AHEAD: tl.constexpr = TAIL > 0 and BLOCK > 64 and not ROTATE_K
     for segment in tl.range(first_segment, last_segment + 1, disable_licm=not HOIST):
         start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)

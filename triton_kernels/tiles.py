@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 # Triton's interpreter multiplies the bit patterns of bf16 operands and truncates where a GPU rounds
-# to bf16: dot and cast make good for both.
+# to bf16: dot and cast make up for both.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -45,7 +45,7 @@ def segment_bounds(cu_seqlens_ptr, segment, tokens):
 
 @triton.jit
 def padding_bounds(cu_seqlens_ptr, segments, tokens):
-    """Tokens of no segment stand before the first and behind the last: one's end, other's start."""
+    """End of the padding before the first segment, and start of that behind the last."""
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr), 0), tokens)
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + segments), 0), tokens)
     return end, start
@@ -148,7 +148,7 @@ def rotate_pairs(x, cos, sin):
 def load_rotary(x_ptr, stride, rows, row_mask, FIRST: tl.constexpr, WIDTH: tl.constexpr,
                 HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
                 ROTATE: tl.constexpr):  # fmt: skip
-    """What rotary_tile makes a tile of: the halves, or the tile as rotate_kernel left it."""
+    """What rotary_tile takes: the halves if it rotates, else the tile that rotate_kernel wrote."""
     if ROTATE:
         return load_pairs(x_ptr, stride, rows, row_mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
     else:

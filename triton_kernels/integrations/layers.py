@@ -15,7 +15,8 @@ from torch import nn
 
 from triton_kernels.attention import fused_rope_attention_qkvpacked
 
-# 16 bytes of a 16-bit dtype: the fast matrix kernels take no rows that are no multiple of it.
+# In elements of a 16-bit dtype: the fast matrix kernels take only rows of whole 16 bytes, and like
+# those of whole 128-byte lines.
 _ACCEPTED = 8
 _STORED = 64
 _THETA = 10000.0  # transformers 4.57 has it in its code, not in the configuration

@@ -2,8 +2,8 @@
 
 The towers work out positions, windows and segments on every call, waiting for the GPU as they go.
 Here that is done by Hugging Face's own functions on the CPU, kept, and handed to the tower through
-the arguments that it has for precomputed values. A transformers without such arguments (4.57) works
-them out as ever, and is told how long a frame is.
+the arguments that it has for precomputed values. A version of transformers without such arguments
+(4.57) works them out as before, and is told only how long a frame is.
 """
 
 import functools
@@ -77,7 +77,7 @@ def _table(tower: nn.Module) -> tuple[tuple[str, Any], ...] | None:
 def plan_call(tower: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Add the plan to the arguments of a tower's call: a forward pre-hook.
 
-    What the caller has precomputed goes before the plan.
+    What the caller has precomputed takes precedence over the plan.
     """
     grid_thw = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
     if not isinstance(grid_thw, torch.Tensor) or "cu_seqlens" in kwargs:
