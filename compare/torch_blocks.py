@@ -98,8 +98,12 @@ class GatedMLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
 _ACTIVATIONS = {
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "quick_gelu": _quick_gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
 

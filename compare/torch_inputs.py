@@ -16,7 +16,12 @@ _LINE = 16  # int32 values
 
 
 def patches_tensor(config: VisionConfig, pixel_values: Any, layout: Layout) -> torch.Tensor:
-    """Patches as a tensor, where they are, checked against their layout."""
+    """Check patches against their layout; return them as a tensor, on the device they are on.
+
+    Raises:
+        ValueError: `pixel_values` do not match the layout.
+        TypeError: they are not floating-point.
+    """
     if not isinstance(pixel_values, torch.Tensor):
         pixel_values = as_tensor(np.asarray(pixel_values))
     check_patches(config, layout, pixel_values.shape)
@@ -35,10 +40,10 @@ def layout_tensors(layout: Layout, device: torch.device) -> Layout:
 
 
 def layout_on_device(layout: Layout, device: torch.device) -> torch.Tensor:
-    """All arrays of a layout in one int32 tensor, which takes one transfer and one copy a call.
+    """All arrays of a layout in one int32 tensor, so that a call takes one transfer and one copy.
 
-    Remembered, as `plan_layout` returns one object for each grid, for the current stream alone:
-    another one, of another tower for instance, would not wait for the transfer.
+    Remembered, as `plan_layout` returns one object for each grid, but only for the current stream:
+    another tower's, for instance, would not wait for the transfer.
     """
     on_gpu = device.type == "cuda"
     return _transfer(layout, device, torch.cuda.current_stream(device) if on_gpu else None)

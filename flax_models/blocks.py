@@ -28,14 +28,14 @@ class Linear(nnx.Module):
         weight = self.weight[...]
         # The default precision of fp32 products on a GPU is TF32: an fp32 tower means fp32.
         precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-        # A product in x's own dtype, not in fp32: only so does XLA hand the bias to cuBLAS, which
+        # A product in x's own dtype, not in fp32: only then does XLA hand the bias to cuBLAS, which
         # adds it in fp32 and rounds once.
         y = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision)
         return y if self.bias is None else y + self.bias[...]
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) x weight."""
+    """x / rms(x) x weight, in fp32 and rounded once."""
 
     def __init__(self, features: int, eps: float, dtype: DTypeLike) -> None:
         self.eps = eps
@@ -49,7 +49,7 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean(x)) / std(x) x weight + bias."""
+    """(x - mean(x)) / std(x) x weight + bias, in fp32 and rounded once."""
 
     def __init__(self, features: int, eps: float, dtype: DTypeLike) -> None:
         self.eps = eps
@@ -142,7 +142,7 @@ def _quick_gelu(x: jax.Array) -> jax.Array:
 
 _ACTIVATIONS = {
     "quick_gelu": _quick_gelu,
-    # In x's own dtype, as XLA has to find it to hand it to cuBLAS with the product and the bias.
+    # In x's own dtype: XLA hands it to cuBLAS with the product and the bias only in this form.
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
@@ -174,9 +174,9 @@ class Block(nnx.Module):
         return _add(x, self.mlp(self.norm2(x)))
 
 
-# Streams, [tokens, hidden_size], for which cuBLAS takes a kernel that waits for the stream at the
-# end of each tile: a product with the sum takes 13 and 24 us longer than without on an H200, and
-# the norm behind it adds in 7 and 12 (compare/results/nvidia-h200/flax-calls.json).
+# Streams [tokens, hidden_size] for which cuBLAS takes a kernel that waits for the stream at the end
+# of each tile: on an H200 a product takes 13 and 24 us longer with the sum than without, and
+# the norm behind it adds the stream in 7 and 12 (compare/results/nvidia-h200/flax-calls.json).
 _SUMMED_IN_NORM = frozenset({(4096, 1280), (8192, 1280)})
 
 

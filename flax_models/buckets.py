@@ -147,8 +147,8 @@ def bucket_of_tokens(config: VisionConfig, grid: np.ndarray, tokens: int) -> Buc
     # No segment is smaller than a merge unit, so neither count can pass this.
     most = tokens // config.merge_unit
     usual_frames = tokens // 1024 + 8
-    # Half as many again as whole ones, because an empty window costs the kernel as much as a full
-    # one but for memory. Every frame is a window where a tower has no windows of its own.
+    # Half as many again as if all were whole, and no more: an empty window costs the kernel what a
+    # full one does, but for memory traffic. In a tower without windows every frame is one.
     whole_windows = tokens // config.max_window_seqlen
     usual_windows = max(whole_windows + whole_windows // 2 + 8, usual_frames)
     return Bucket(

@@ -1,6 +1,6 @@
 """A jitted function of a module, called without walking the module at every call.
 
-To flatten a module of hundreds of parameters takes JAX a millisecond, as long as a small image.
+Flattening a module of hundreds of parameters takes JAX a millisecond, much of a small image's time.
 """
 
 import functools
@@ -35,7 +35,7 @@ def compiled(
 
     Args:
         function: pure; takes the module and further pytrees.
-        module: the same function belongs to all its calls.
+        module: always given with the same function.
         settings: what may change about the module beside its parameters' values.
     """
     program = _programs.get(module)
@@ -61,7 +61,7 @@ class _Program:
 
 _trace_state = functools.partial(get_opaque_trace_state, convention="flax_models")
 
-# Asked for on a thread of its own, because this may be imported under a caller's trace.
+# Asked on a thread of its own, because this module may be imported under a caller's trace.
 with ThreadPoolExecutor(1) as _thread:
     _NO_TRACE = _thread.submit(_trace_state).result()
 

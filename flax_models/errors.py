@@ -1,4 +1,4 @@
-"""The errors that bad files raise, apart from the modules that raise them: both are ValueErrors."""
+"""The errors that bad files raise; both are ValueErrors."""
 
 
 class CheckpointError(ValueError):

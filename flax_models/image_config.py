@@ -27,7 +27,7 @@ _SHARED_WITH_TOWER = {
     "merge_size": "spatial_merge_size",
 }
 
-# Smaller images are enlarged to it: no stranger's file shall have that take all memory.
+# Smaller images are enlarged to it, for which no stranger's file may ask for all memory.
 _MOST_MIN_PIXELS = 1 << 26
 
 _TOO_LARGE = 1e30  # for fp32, as infinity is; NaN is not below it either

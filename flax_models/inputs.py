@@ -25,7 +25,15 @@ jax.tree_util.register_dataclass(
 def pad_patches(
     config: VisionConfig, pixel_values: ArrayLike, layout: Layout
 ) -> np.ndarray | jax.Array:
-    """Check patches against their layout and pad them, on the host if that is where they are."""
+    """Check patches against their layout and pad them, on the host if that is where they are.
+
+    Returns:
+        [padded tokens, patch_dim], in the dtype of pixel_values.
+
+    Raises:
+        ValueError: `pixel_values` do not match the layout.
+        TypeError: they are not floating-point.
+    """
     if not isinstance(pixel_values, jax.Array):
         pixel_values = np.asarray(pixel_values)
     check_patches(config, layout, pixel_values.shape)

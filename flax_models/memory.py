@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from flax_models.config import VisionConfig
 
-# Smaller passes take less than a gigabyte: not worth asking the device about.
+# Smaller passes take less than a gigabyte, for which the device need not be asked.
 _CHECKED_TOKENS = 1 << 15
 _GIB = 1 << 30
 
@@ -31,18 +31,18 @@ def check_memory(
 
     Args:
         config, tokens, itemsize: as for `pass_bytes`.
-        free: bytes of the device's memory that are free, None where that is not known; asked for
-            a large pass alone.
+        free: returns the free bytes of the device's memory, None where they are not known; called
+            for large passes only.
 
     Raises:
         MemoryError: it needs more than is free; the message says how much of each.
     """
-    if tokens <= _CHECKED_TOKENS or (there_is := free()) is None:
+    if tokens <= _CHECKED_TOKENS or (available := free()) is None:
         return
     needed = pass_bytes(config, tokens, itemsize)
-    if needed > there_is:
+    if needed > available:
         raise MemoryError(
             f"a call of {tokens:,} tokens needs about {needed / _GIB:.1f} GiB beside parameters "
-            f"and patches, but {there_is / _GIB:.1f} GiB of the device's memory are free: encode "
+            f"and patches, but {available / _GIB:.1f} GiB of the device's memory are free: encode "
             "fewer images or frames at once"
         )

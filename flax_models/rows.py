@@ -55,7 +55,7 @@ def _is_on_one_cpu_or_gpu(array: jax.Array) -> bool:
 
 
 class _FirstRows:
-    """Gives an array away by the DLPack protocol, with fewer rows than it has."""
+    """Exports an array through the DLPack protocol, with fewer rows than it has."""
 
     def __init__(self, array: jax.Array, rows: int) -> None:
         self._array = array
@@ -65,7 +65,7 @@ class _FirstRows:
         return self._array.__dlpack_device__()
 
     def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
-        # Asked for no version, JAX gives what DLPack has had from its beginning.
+        # Asked for no version, JAX returns a capsule of DLPack's original, unversioned form.
         capsule = self._array.__dlpack__(stream=stream)
         if not _is_valid(capsule, b"dltensor"):
             raise BufferError("JAX gave a capsule other than DLPack's 'dltensor'")

@@ -235,9 +235,9 @@ def _encode(
 ) -> tuple[Embeddings, tuple[jax.Array, jax.Array]]:
     """`encode`, which returns the angles too.
 
-    XLA has arrays that die early share the result's memory, and whatever of a CUDA graph touches
-    memory that has moved is recorded anew. The result moves from call to call for as long as the
-    caller holds the last one; the angles, which the attention of every block reads, would too.
+    XLA lets arrays that die early share the result's memory, and records anew every command of a
+    CUDA graph that touches memory which has moved. The result moves from call to call while the
+    caller holds the last one; so would the angles, which the attention of every block reads.
     """
     indexes = tower.config.deepstack_visual_indexes
     features = []
