@@ -21,8 +21,8 @@ class Ceilings:
     Attributes:
         copy_bytes_per_s: bytes read plus bytes written by an elementwise copy of 94 MiB in all.
         large_copy_bytes_per_s: the same for 1 GiB in all.
-        matrix_flops_per_s: of a bf16 product of random matrices of 8192 x 8192, before its power
-            makes the GPU lower its clock, which is soon.
+        matrix_flops_per_s: of a bf16 product of random matrices of 8192 x 8192, before the GPU
+            reaches its power limit and lowers its clock, which is soon.
     """
 
     copy_bytes_per_s: float
@@ -50,7 +50,7 @@ def measure() -> Ceilings:
     # Random values: on zeros a product draws less power and runs faster than on any real data.
     a, b = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     product = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-    # The least, as the lower clock comes sooner or later by what the GPU did before.
+    # The least: how soon the clock drops depends on what the GPU did before.
     matrix_s = min(_seconds([lambda: torch.matmul(a, b, out=product)], calls=5))
     return Ceilings(
         copy_bytes_per_s=_copy_rate(_COPY_BYTES, sets=8),

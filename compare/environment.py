@@ -37,10 +37,10 @@ def has_gpu() -> bool:
 def configure() -> None:
     """Set what the frameworks read from the environment; call before importing any of them.
 
-    Without a GPU Triton interprets its kernels, which it decides when it is imported. With one,
-    JAX takes half of its memory at start, by default three quarters: PyTorch shares it. (Taken bit
-    by bit, pieces are up to twice as large as asked for: 44 MiB of a tower, and JAX counts them.)
-    What the user set stays.
+    Without a GPU Triton interprets its kernels, which it decides when it is imported. With one, JAX
+    takes half of the GPU's memory at its start instead of three quarters, as PyTorch shares it.
+    (Taken bit by bit, memory comes in pieces of up to twice the size asked for, and JAX counts them
+    whole: 44 MiB more for a tower.) What the user set stays.
     """
     if not has_gpu():
         os.environ.setdefault("TRITON_INTERPRET", "1")

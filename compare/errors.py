@@ -1,4 +1,4 @@
-"""What can go wrong in a way that the person at the command line can put right."""
+"""Errors that the person at the command line can put right, and what tables say of any error."""
 
 
 class InputError(ValueError):

@@ -35,7 +35,7 @@ class Effort:
 
 
 FULL = Effort(samples=SAMPLES, jax_sets=MIN_CALLS, profiled_calls=60, thorough=True)
-# For hundreds of timings of which the smallest is wanted: the median of a few is good to 1 %.
+# For hundreds of timings of which the smallest is wanted: the median of a few is right to 1 %.
 QUICK = Effort(samples=7, jax_sets=3, profiled_calls=12, thorough=False)
 
 

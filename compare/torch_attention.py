@@ -22,8 +22,8 @@ FRAME_ATTENTION = ("fused", "cudnn", "fa2", "fa3")
 _CUDNN = SDPBackend.CUDNN_ATTENTION
 _PROBE_TOKENS = 64
 
-# The bound on a frame's tokens only chooses a kernel, and compiled blocks are bound to its value:
-# one value for all buckets, or few.
+# The bound on a frame's tokens only chooses a kernel, but blocks are compiled anew for another: so
+# one value serves all buckets, or nearly all.
 _FRAME_BOUND = 1 << 15
 
 
@@ -155,7 +155,7 @@ def _frequencies(config: VisionConfig, device: torch.device) -> torch.Tensor:
 
 
 def _frame_bound(tokens: int) -> int:
-    """One bound for every frame but the hugest, which get the next power of two."""
+    """_FRAME_BOUND, or for the rare frame above it the next power of two."""
     return max(_FRAME_BOUND, 1 << (tokens - 1).bit_length())
 
 

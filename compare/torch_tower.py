@@ -30,8 +30,8 @@ Embeddings = torch.Tensor | tuple[torch.Tensor, tuple[torch.Tensor, ...]]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# For every elementwise kernel the first of the launches that Inductor knows, eight elements a
-# thread. Left to tune, it would take the faster at the first call's size for all sizes to come: a
+# Every elementwise kernel gets the first of the launches that Inductor knows, eight elements a
+# thread. Left to tune, it would keep the fastest at the first call's size for all sizes to come: a
 # small image cannot tell them apart, and at 9,216 tokens the other takes 1.5 times as long.
 COMPILER_OPTIONS = {"triton.autotune_pointwise": False}
 
@@ -269,7 +269,7 @@ def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Em
     """
     indexes = tower.config.deepstack_visual_indexes
     features = []
-    # Within autocast it would be of another dtype, and so would what is recorded there.
+    # Under autocast the pass would be in another dtype, and a recording would keep it.
     with torch.autocast(tower.device.type, enabled=False):
         for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
             if index in indexes:

@@ -1,4 +1,4 @@
-"""What kernels and towers endure: every check, how many cases it went through, what came out."""
+"""Stress for kernels and towers: every check, how many cases it went through, what came out."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -70,7 +70,7 @@ def check_trust(
     """Put kernels and towers under stress and print the table.
 
     Args:
-        seconds: for the calls of each tower's server, at most; what is measured is then less.
+        seconds: most time for the calls of each tower's server, which may make fewer calls by it.
         checks: of the kernels.
         subjects: the kernels.
         towers: default our two.

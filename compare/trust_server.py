@@ -53,7 +53,7 @@ ON_CPU = Traffic(calls=200, threads=8, requests=12, images=2, side=10)
 
 @dataclass
 class Life:
-    """What came of it: calls made, growth of memory once the tower was warm, what was wrong."""
+    """The outcome: calls made, growth of memory once the tower was warm, what was wrong."""
 
     calls: int = 0
     host_growth_mib: float = 0.0
@@ -88,7 +88,7 @@ def live(tower: Tower, config: VisionConfig, traffic: Traffic, seconds: float) -
         return f"error {error:.1e} for grid {grids[index].tolist()}"
 
     order = rng.integers(0, len(requests), (_ROUNDS, traffic.calls // _ROUNDS))
-    gc.freeze()  # what was there before needs no collecting: a round's garbage is quickly found
+    gc.freeze()  # collecting after each round then looks only at what came since
     begun, memory, caches = time.monotonic(), [], cache_sizes()
     with ThreadPoolExecutor(traffic.threads) as threads:
         for number in progress(range(_ROUNDS), f"{tower.framework} tower, {traffic.calls} calls"):
@@ -115,9 +115,9 @@ def live(tower: Tower, config: VisionConfig, traffic: Traffic, seconds: float) -
 
 
 def growth(held: Sequence[float]) -> float:
-    """From the most of the first rounds to the least of the last.
+    """MiB from the most of the first warm rounds to the least of the last.
 
-    What a cache of limited size holds or has let go at a moment is no growth then, but a leak is.
+    So what a cache of limited size holds at a moment does not count as growth, but a leak does.
     """
     warm = held[_WARM_ROUNDS // 2 :]
     quarter = max(1, len(warm) // 4)
