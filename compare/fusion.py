@@ -11,14 +11,12 @@ from compare import ceilings as ceilings_module
 from compare import implementations
 from compare.ceilings import Ceilings
 from compare.console import print_missing, print_table, progress, say
-from compare.errors import one_line
 from compare.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.implementations import FUSE, KernelImplementation
-from compare.kernel_timing import QUICK, blank_record, measure
+from compare.kernel_timing import QUICK, measure_all
 from compare.results import Record
 from compare.warm_up import draw_inputs, warm_up
 from compare.workloads import DTYPES, SEGMENT_FRAMES, KernelWorkload, segments, variant
-from compare.yardstick import Yardstick
 
 # For each way of fusing, the twins.
 Ways = Mapping[str, Sequence[KernelImplementation]]
@@ -69,13 +67,7 @@ def measure_fusion(
     compiled = iter(warm_up([(i, w) for w in workloads for _, i in each], "compiling"))
     records: list[Record] = []
     for workload, drawn in zip(progress(workloads, "fusion"), inputs, strict=True):
-        ready = [(fuse, next(compiled)) for fuse, _ in each]
-        try:
-            yardstick = Yardstick.of(workload, drawn)
-            timed = [(fuse, i, measure(i, yardstick, QUICK)) for fuse, i in ready]
-        except Exception as error:  # after a kernel that broke the GPU: keep what is measured
-            note = one_line(error)
-            timed = [(f, i, replace(blank_record(i, workload), note=note)) for f, i in ready]
+        measured = measure_all([next(compiled) for _ in each], workload, drawn, QUICK)
         floor_us = ceilings.kernel_floor_us(workload.bytes_moved, workload.matrix_flops)
         records += [
             replace(
@@ -89,7 +81,7 @@ def measure_fusion(
                     "auto": auto_fuse(implementation, workload),
                 },
             )
-            for fuse, implementation, record in timed
+            for (fuse, implementation), record in zip(each, measured, strict=True)
         ]
     _print(records)
     return records, ceilings

@@ -6,14 +6,13 @@ from dataclasses import replace
 from compare import ceilings as ceilings_module
 from compare import implementations
 from compare.ceilings import Ceilings
-from compare.console import number, print_missing, print_table, progress, say
+from compare.console import number, print_missing, print_table, say
 from compare.errors import one_line
 from compare.implementations import KernelImplementation
-from compare.kernel_timing import blank_record, measure
+from compare.kernel_timing import measure_all
 from compare.results import Record
 from compare.warm_up import warm_up
 from compare.workloads import KernelWorkload
-from compare.yardstick import Yardstick
 
 
 def all_implementations() -> list[KernelImplementation]:
@@ -62,21 +61,11 @@ def bench_kernels(
             for i in measured
             if i.ours or peers is None or i.name in peers
         ]
-        try:
-            of_workload = _bench(workload, chosen)
-        except Exception as error:  # after a kernel that broke the GPU: keep what is measured
-            of_workload = [replace(blank_record(i, workload), note=one_line(error)) for i in chosen]
-        of_workload = [_with_floor(record, floor_us) for record in of_workload]
+        measured_here = measure_all(chosen, workload, description=workload.name)
+        of_workload = [_with_floor(record, floor_us) for record in measured_here]
         _print(workload, floor_us, of_workload)
         records += of_workload
     return records, ceilings
-
-
-def _bench(workload: KernelWorkload, measured: Sequence[KernelImplementation]) -> list[Record]:
-    yardstick = Yardstick.of(workload)
-    return [
-        measure(implementation, yardstick) for implementation in progress(measured, workload.name)
-    ]
 
 
 def _with_floor(record: Record, floor_us: float) -> Record:

@@ -1,18 +1,20 @@
 """One implementation on one workload: its time beside the error of the output that was timed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from compare.arrays import from_jax, poison
+from compare.console import progress
 from compare.errors import UnavailableError, one_line
 from compare.implementations import KernelImplementation
 from compare.metrics import Verdict
 from compare.profiling import Profile, profile, try_profile
 from compare.results import Record
 from compare.timing import MIN_CALLS, SAMPLES, GraphTimer, Timing, input_sets
-from compare.workloads import KernelWorkload
+from compare.workloads import KernelInputs, KernelWorkload
 from compare.yardstick import Yardstick
 
 
@@ -80,6 +82,37 @@ def measure(
         return replace(blank, note=one_line(error))
     finally:
         torch.cuda.empty_cache()
+
+
+def measure_all(
+    implementations: Sequence[KernelImplementation],
+    workload: KernelWorkload,
+    inputs: KernelInputs | None = None,
+    effort: Effort = FULL,
+    *,
+    kernel: str = "",
+    description: str | None = None,
+) -> list[Record]:
+    """`measure` some implementations on one workload.
+
+    Args:
+        implementations: what is timed.
+        workload: what on.
+        inputs: of the workload; None: they are drawn.
+        effort, kernel: as for `measure`.
+        description: of the progress, which is not shown without one.
+
+    Returns:
+        A record for each. Where a kernel has broken the GPU none has a number: what was measured on
+        workloads before is not lost.
+    """
+    shown = implementations if description is None else progress(implementations, description)
+    try:
+        yardstick = Yardstick.of(workload, inputs)
+        return [measure(implementation, yardstick, effort, kernel) for implementation in shown]
+    except Exception as error:
+        note = one_line(error)
+        return [replace(blank_record(each, workload), note=note) for each in implementations]
 
 
 def _time_torch(

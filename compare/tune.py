@@ -9,14 +9,12 @@ from types import ModuleType
 from typing import Any
 
 from compare.console import number, print_missing, print_table, progress
-from compare.errors import one_line
 from compare.implementations import KernelCall, KernelImplementation, require_jax_gpu
-from compare.kernel_timing import QUICK, blank_record, measure
+from compare.kernel_timing import QUICK, measure_all
 from compare.results import Record
 from compare.tuning_cases import Case
 from compare.warm_up import draw_inputs, warm_up
 from compare.workloads import KernelWorkload
-from compare.yardstick import Yardstick
 
 # What is in the table stays unless another launch is faster by more than this: tuning twice gives
 # the same table.
@@ -112,12 +110,8 @@ def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
     described = progress(list(zip(cases, launches, inputs, strict=True)), f"tuning {twin.name}")
     for case, tried, drawn in described:
         ready = [next(compiled) for _ in tried]
-        try:
-            yardstick = Yardstick.of(case.workload, drawn)
-            records = [measure(i, yardstick, QUICK, kernel=f"{case.kernel}_kernel") for i in ready]
-        except Exception as error:  # after a kernel that broke the GPU: keep what is measured
-            blank = blank_record(ready[0], case.workload)
-            records = [replace(blank, note=one_line(error)) for _ in ready]
+        kernel = f"{case.kernel}_kernel"
+        records = measure_all(ready, case.workload, drawn, QUICK, kernel=kernel)
         choices.append(_choose(case, tried, records))
     _print(twin, choices)
     return _renewed(twin, table, gpu, choices), choices

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compare import kernel_bench
+from compare import kernel_bench, kernel_timing
 from compare.errors import UnavailableError
 from compare.implementations import KernelImplementation, pallas_by_xla
 from compare.kernel_bench import bench_kernels
@@ -125,10 +125,10 @@ def test_a_workload_may_name_its_peers():
 
 
 def test_a_peer_that_is_not_measured_has_no_reason_either(monkeypatch):
-    def broken(_):
+    def broken(*_):
         raise RuntimeError("the GPU is gone")
 
-    monkeypatch.setattr(kernel_bench.Yardstick, "of", broken)
+    monkeypatch.setattr(kernel_timing.Yardstick, "of", broken)
     fast, slow = (replace(right(name), ours=False) for name in ("fast", "slow"))
     records, _ = bench_kernels([replace(TINY, peers=("fast",))], [right(), fast, slow])
     assert [record.implementation for record in records] == ["triton", "fast"]
