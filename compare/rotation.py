@@ -16,7 +16,7 @@ from compare.errors import one_line
 from compare.implementations import KernelCall, KernelImplementation
 from compare.kernel_timing import FULL, blank_record, measure
 from compare.results import Record
-from compare.workloads import DTYPES, KERNEL_WORKLOADS, SIDES, KernelWorkload
+from compare.workloads import KERNEL_WORKLOADS, SIDES, KernelWorkload
 from compare.yardstick import Yardstick
 
 ROTATION_WORKLOADS = {
@@ -24,13 +24,6 @@ ROTATION_WORKLOADS = {
     for side in SIDES
     for name in [f"rotate-{side}"]
 }
-
-
-def bytes_moved(workload: KernelWorkload) -> int:
-    """Fewest bytes through memory: Q and K read and written once, angles read once."""
-    values = 4 * workload.tokens * workload.heads * workload.head_dim
-    angles = 2 * workload.tokens * (workload.rotated_dims // 2)
-    return values * DTYPES[workload.dtype].itemsize + angles * 4
 
 
 def in_place() -> KernelImplementation:
@@ -50,7 +43,8 @@ def bench_rotation(workloads: Sequence[KernelWorkload], ceilings: Ceilings) -> l
     """
     records: list[Record] = []
     for workload in progress(workloads, "rotation"):
-        moved = bytes_moved(workload)
+        # Q and K read and written are as many bytes as attention's Q, K, V and result.
+        moved = workload.bytes_moved
         for record in _measure(workload):
             floor_us = ceilings.kernel_floor_us(moved, 0)
             record = replace(record, floor_us=floor_us)

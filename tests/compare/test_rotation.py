@@ -13,7 +13,7 @@ from compare.ceilings import Ceilings
 from compare.implementations import KernelImplementation
 from compare.metrics import relative_rms_error
 from compare.oracle import rotated, rotated_once, unfused
-from compare.rotation import ROTATION_WORKLOADS, bench_rotation, bytes_moved
+from compare.rotation import ROTATION_WORKLOADS, bench_rotation
 from compare.workloads import KernelWorkload
 from tests.compare.clocks import stand_in_clocks
 
@@ -23,7 +23,7 @@ CEILINGS = Ceilings(4e9, 4e9, 8e14)
 
 def test_the_bytes_of_one_pass():
     workload = ROTATION_WORKLOADS["rotate-448"]
-    assert bytes_moved(workload) == 2 * (1024 * 2 * 1280 * 2) + 2 * 1024 * 40 * 4
+    assert workload.bytes_moved == 2 * (1024 * 2 * 1280 * 2) + 2 * 1024 * 40 * 4
 
 
 @pytest.mark.parametrize("rotary_dim", [None, 40])
@@ -64,9 +64,9 @@ def test_both_are_judged_and_timed(monkeypatch, capsys, pallas):
         ("triton", 10.0, True),
         ("pallas", 9.0, True),
     ]
-    floor_us = bytes_moved(TINY) / 4e9 * 1e6
+    floor_us = TINY.bytes_moved / 4e9 * 1e6
     assert records[0].share_of_floor == pytest.approx(floor_us / 10)
-    assert records[0].details["bytes_per_s"] == pytest.approx(bytes_moved(TINY) / 10e-6)
+    assert records[0].details["bytes_per_s"] == pytest.approx(TINY.bytes_moved / 10e-6)
     assert "Rotation as a pass of its own" in capsys.readouterr().out
 
 
