@@ -74,23 +74,7 @@ def poison(subject: Subject, sizes: Sizes) -> Findings:
 
 def huge(subject: Subject, sizes: Sizes) -> Findings:
     """Offsets past 2^31, one very long segment, very many, and next to nothing."""
-    # Rows that repeat with a prime period: an offset that wraps lands on other values.
-    lengths = [64] * (sizes.far_tokens // 64)
-    far = replace(
-        draw(
-            lengths, replace(sizes, head_dim=80), heads=sizes.far_heads,
-            padding=sizes.far_tokens % 64, distinct=9973,
-        ),
-        max_seqlen=64,
-    )  # fmt: skip
-    arguments = subject.put(far)
-    for bound, fuse in itertools.product((64, STREAM), sizes.fuse):
-        out = subject.attend(arguments, bound, fuse=fuse)
-        told = f"{len(out)} tokens, max_seqlen {bound}, fuse {fuse}"
-        for first in (0, len(lengths) // 2, len(lengths) - 2):
-            yield _inaccurate(far, out, first, first + 2, f"{told}, from segment {first}")
-        yield None if not out[far.cu_seqlens[-1] :].any() else f"padding is not 0: {told}"
-    del arguments, out
+    yield from _far_offsets(subject, sizes)
 
     long = draw([sizes.long_segment], replace(sizes, head_dim=64), heads=1)
     yield _inaccurate(long, subject.run(long), 0, 1, f"one segment of {sizes.long_segment}")
@@ -103,16 +87,7 @@ def huge(subject: Subject, sizes: Sizes) -> Findings:
             told = f"{sizes.segments} segments, max_seqlen {bound}, from {first}"
             yield _inaccurate(many, out, first, first + 30, told)
 
-    for lengths, tokens in (([1], 1), ([0, 0], 0), ([], 5)):
-        few = draw(lengths, sizes, padding=tokens - sum(lengths))
-        for bound in BOTH.values():
-            out = subject.attend(subject.put(few), bound)
-            right = len(out) == tokens and (sum(lengths) or not out.any())
-            told = f"{tokens} tokens in {len(lengths)} segments"
-            if sum(lengths) and right:
-                yield _inaccurate(few, out, 0, 1, told)
-            else:
-                yield None if right else told
+    yield from _next_to_nothing(subject, sizes)
 
 
 def determinism(subject: Subject, sizes: Sizes) -> Findings:
@@ -164,6 +139,39 @@ def numerics(subject: Subject, sizes: Sizes) -> Findings:
             error = relative_rms_error(subject.attend(subject.put(inputs), bound), exact)
             told = f"{name}, {dtype}, {kernel} kernel: error {error:.1e}, limit {limit:.1e}"
             yield None if error <= limit else told
+
+
+def _far_offsets(subject: Subject, sizes: Sizes) -> Findings:
+    # Rows that repeat with a prime period: an offset that wraps lands on other values.
+    lengths = [64] * (sizes.far_tokens // 64)
+    far = replace(
+        draw(
+            lengths, replace(sizes, head_dim=80), heads=sizes.far_heads,
+            padding=sizes.far_tokens % 64, distinct=9973,
+        ),
+        max_seqlen=64,
+    )  # fmt: skip
+    arguments = subject.put(far)
+    for bound, fuse in itertools.product((64, STREAM), sizes.fuse):
+        out = subject.attend(arguments, bound, fuse=fuse)
+        told = f"{len(out)} tokens, max_seqlen {bound}, fuse {fuse}"
+        for first in (0, len(lengths) // 2, len(lengths) - 2):
+            yield _inaccurate(far, out, first, first + 2, f"{told}, from segment {first}")
+        yield None if not out[far.cu_seqlens[-1] :].any() else f"padding is not 0: {told}"
+
+
+def _next_to_nothing(subject: Subject, sizes: Sizes) -> Findings:
+    for lengths, tokens in (([1], 1), ([0, 0], 0), ([], 5)):
+        few = draw(lengths, sizes, padding=tokens - sum(lengths))
+        for bound in BOTH.values():
+            out = subject.attend(subject.put(few), bound)
+            told = f"{tokens} tokens in {len(lengths)} segments"
+            if len(out) != tokens:
+                yield f"{len(out)} rows for {told}"
+            elif sum(lengths):
+                yield _inaccurate(few, out, 0, 1, told)
+            else:
+                yield f"padding is not 0: {told}" if out.any() else None
 
 
 def _inaccurate(
