@@ -6,7 +6,7 @@ are read, and every one of them is checked before the first is.
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -98,8 +98,8 @@ def read_checkpoint(
     directory = Path(directory)
     with ExitStack() as stack:
         stored_in = _locate(directory, stack)
-        prefix = _find_prefix(directory, stored_in, config)
         shapes = expected_tensors(config)
+        prefix = _find_prefix(directory, stored_in, shapes)
         _check_names(directory, stored_in, prefix, shapes)
         nbytes = {
             name: stored_in[prefix + name].check(prefix + name, shape)
@@ -181,9 +181,8 @@ def _locate(directory: Path, stack: ExitStack) -> dict[str, _File]:
     return {name: files[file] for name, file in names.items()}
 
 
-def _find_prefix(directory: Path, stored: Iterable[str], config: VisionConfig) -> str:
+def _find_prefix(directory: Path, stored: Iterable[str], expected: Container[str]) -> str:
     """The prefix under which most of the tower's tensors are stored."""
-    expected = expected_tensors(config)
     matches = Counter(
         {
             prefix: sum(
