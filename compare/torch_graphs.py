@@ -61,7 +61,6 @@ class GraphCache:
             self._forget(len(self._recordings))
             self._recorder = None
 
-    @torch.no_grad()
     def __call__(
         self, encode: Encode, patches: torch.Tensor, layout: Layout, weight: torch.Tensor
     ) -> Outputs:
@@ -76,8 +75,9 @@ class GraphCache:
         Returns:
             The first `layout.num_merged` rows of everything that `encode` returns.
         """
-        # Buffers made in inference mode could not be written to outside it.
-        with self._lock, torch.inference_mode(False):
+        # Buffers made in inference mode could not be written to outside it. To leave it turns
+        # gradients on, by which the buffers would keep all that their patches were computed from.
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._recorder is None:
                 self._recorder = Recorder(weight.device)
             recording = self._find(encode, patches.shape[1], layout, weight)
@@ -119,17 +119,22 @@ class Recorder:
 
     def record(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
         """Record a pass; returns its replay, and the tensors that each replay writes."""
-        with torch.cuda.device(self._device), _no_cublas_workspace():
+        with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                run()  # whatever is compiled or loaded at first use must be there
-            self._stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may go on allocating memory meanwhile.
-            with torch.cuda.graph(
-                graph, self._memory, self._stream, capture_error_mode="thread_local"
-            ):
-                outputs = run()
+                # PyTorch keeps the workspace of a stream's first product for all that follow there,
+                # and hands out one stream to many: it must not be that of no bytes.
+                run()
+            with _no_cublas_workspace():
+                with torch.cuda.stream(self._stream):
+                    run()  # whatever is compiled or loaded at first use must be there
+                self._stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                # Other threads may go on allocating memory meanwhile.
+                with torch.cuda.graph(
+                    graph, self._memory, self._stream, capture_error_mode="thread_local"
+                ):
+                    outputs = run()
         return graph.replay, outputs
 
     @contextlib.contextmanager
@@ -189,7 +194,7 @@ class _Recording:
         recorder: Recorder,
     ) -> None:
         self._patches = weight.new_zeros(len(layout.window_order), patch_dim)
-        self._layout = layout  # that self._flat holds
+        self._layout: Layout | None = layout  # that self._flat holds, as far as is known
         self._flat = layout_on_device(layout, weight.device).clone()
         static = unflatten(layout, self._flat)
         self._replay, self._outputs = recorder.record(lambda: encode(self._patches, static))
@@ -200,6 +205,7 @@ class _Recording:
         if len(patches) < len(self._patches):
             self._patches[len(patches) :].zero_()
         if layout is not self._layout:
+            self._layout = None  # until the copy is known to be queued: a call may be interrupted
             self._flat.copy_(layout_on_device(layout, self._flat.device))
             self._layout = layout
         self._replay()

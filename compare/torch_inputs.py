@@ -51,9 +51,11 @@ def layout_on_device(layout: Layout, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _transfer(layout: Layout, device: torch.device, _: torch.cuda.Stream | None) -> torch.Tensor:
-    flat = torch.zeros(_offsets(layout)[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    # On the CPU, whatever device the user has PyTorch create tensors on.
+    pinned = device.type == "cuda"
+    flat = torch.zeros(_offsets(layout)[-1], dtype=torch.int32, device="cpu", pin_memory=pinned)
     for start, array in zip(_offsets(layout), layout_arrays(layout).values(), strict=False):
-        flat[start : start + array.size] = torch.tensor(array).view(-1)
+        flat[start : start + array.size] = as_tensor(array).view(-1)
     return flat.to(device, non_blocking=True)
 
 

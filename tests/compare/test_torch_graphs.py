@@ -2,9 +2,8 @@
 
 import contextlib
 import copy
-import functools
-import os
 import pickle
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import ClassVar
@@ -18,10 +17,9 @@ pytest.importorskip("triton")
 import numpy as np  # noqa: E402
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 
-from compare import torch_graphs  # noqa: E402
-from compare.profiling import profile  # noqa: E402
+from compare import torch_graphs, torch_inputs  # noqa: E402
 from compare.torch_attention import rotary_angles  # noqa: E402
-from compare.torch_graphs import GraphCache, Recorder  # noqa: E402
+from compare.torch_graphs import GraphCache  # noqa: E402
 from compare.torch_tower import load_vision_tower  # noqa: E402
 from tests.compare.torch_results import numpy, rows, tensors  # noqa: E402
 from tests.random_calls import random_calls, tokens_of  # noqa: E402
@@ -160,46 +158,44 @@ def test_threads_may_call_at_once(config, tower, recording_tower):
         assert relative_error(side_by_side(result, numpy), expected) < FP32_TOLERANCE
 
 
-def test_what_a_failed_call_had_queued_is_waited_for(monkeypatch):
-    """No memory is left for the results of a replay, for instance."""
-    stream, event = mock.Mock(), mock.Mock()
-    for name in ("Event", "Stream", "device", "graph_pool_handle", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
-    torch.cuda.Event.return_value, torch.cuda.current_stream.return_value = event, stream
-    torch.cuda.device.return_value = contextlib.nullcontext()
-    recorder = Recorder(torch.device("cuda"))
-    with pytest.raises(MemoryError), recorder.turn():
-        raise MemoryError
-    event.record.assert_called_once_with(stream)
+def test_an_interrupted_call_does_not_pass_for_the_last_one(config, recording_tower):
+    """The layout may have been copied when the user presses Ctrl-C, or not."""
+    grids = [(1, 8, 8), (1, 4, 4)], [(1, 4, 4), (1, 8, 8)]  # of one bucket
+    patches = random_patches(config, grids[0])
+    before = rows(recording_tower, patches, grids[0])
+    copy_ = torch.Tensor.copy_
+
+    def copy_and_interrupt(to, source):
+        copy_(to, source)
+        if to.dtype == torch.int32:
+            raise KeyboardInterrupt
+
+    interrupted = mock.patch.object(torch.Tensor, "copy_", copy_and_interrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        recording_tower(patches, grids[1])
+    np.testing.assert_array_equal(rows(recording_tower, patches, grids[0]), before)
 
 
-@pytest.mark.parametrize("before", [None, "4096"])
-def test_products_are_recorded_without_workspace_where_a_variable_sets_it(monkeypatch, before):
-    """PyTorch before 2.13."""
-    monkeypatch.delattr(torch.backends.cuda, "cublaslt_workspace_size", raising=False)
-    name = torch_graphs._WORKSPACE_VARIABLE
-    monkeypatch.delenv(name, raising=False)
-    if before is not None:
-        monkeypatch.setenv(name, before)
-    with contextlib.suppress(MemoryError), torch_graphs._no_cublas_workspace():
-        assert os.environ[name] == "0"
-        raise MemoryError
-    assert os.environ.get(name) == before
+def test_a_recording_keeps_nothing_that_its_patches_were_computed_from(config, recording_tower):
+    grid = GRIDS["clip"]
+    pixels = torch.tensor(random_patches(config, grid), requires_grad=True)
+    recording_tower(2 * pixels, grid)
+    kept = weakref.ref(pixels)
+    del pixels
+    assert kept() is None
 
 
-def test_products_are_recorded_without_workspace_where_pytorch_sets_it(monkeypatch):
-    sizes = [1 << 25]
-
-    def workspace_size(size=None):
-        sizes.extend([] if size is None else [size])
-        return sizes[-1]
-
-    cuda = torch.backends.cuda
-    monkeypatch.setattr(cuda, "cublaslt_workspace_size", workspace_size, raising=False)
-    with contextlib.suppress(MemoryError), torch_graphs._no_cublas_workspace():
-        assert sizes[-1] == 0
-        raise MemoryError
-    assert sizes == [1 << 25, 0, 1 << 25]
+@pytest.mark.parametrize("graphs", [True, False])
+def test_tensors_are_made_where_the_tower_is(config, recording_tower, graphs):
+    """Not on PyTorch's default device, which scripts set to the GPU: nothing there is pinned."""
+    grid = GRIDS["clip"]
+    patches = torch.tensor(random_patches(config, grid))
+    expected = rows(recording_tower, patches, grid)
+    recording_tower.graphs = GraphCache() if graphs else None
+    for remembered in (torch_inputs.layout_tensors, torch_inputs._transfer):
+        remembered.cache_clear()
+    with torch.device("meta"):
+        np.testing.assert_array_equal(rows(recording_tower, patches, grid), expected)
 
 
 def test_any_image_takes_few_recordings_and_compilations(tmp_path, recorded):
@@ -249,24 +245,6 @@ def test_a_replay_does_not_wait_for_the_gpu(config, directory):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(map(torch.equal, ours, expected))
-
-
-@pytest.mark.gpu
-def test_a_recorded_product_is_one_kernel():
-    """With a workspace cuBLAS sets a counter in it to zero first (seen on an H200)."""
-    x, weight = (torch.randn(rows, 1280, device="cuda").bfloat16() for rows in (2304, 6912))
-    bias = torch.randn(6912, device="cuda").bfloat16()
-    run = functools.partial(torch.addmm, bias, x, weight.T)
-    replay, product = Recorder(x.device).record(run)
-
-    def replay_and_wait():
-        replay()
-        torch.cuda.synchronize()
-
-    replay_and_wait()
-    profiled = profile(replay_and_wait, 1)
-    assert profiled.kernels_per_call == 1, profiled.by_kernel()
-    assert relative_error(numpy(product), numpy(run())) < 1e-3
 
 
 @pytest.mark.gpu
