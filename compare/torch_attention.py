@@ -22,8 +22,8 @@ FRAME_ATTENTION = ("fused", "cudnn", "fa2", "fa3")
 _CUDNN = SDPBackend.CUDNN_ATTENTION
 _PROBE_TOKENS = 64
 
-# The bound on a frame's tokens only chooses a kernel, but blocks are compiled anew for another: so
-# one value serves all buckets, or nearly all.
+# The bound on a frame's tokens only chooses a kernel, and blocks compiled for one value are
+# compiled anew, once, for any other: one value for all buckets, or few.
 _FRAME_BOUND = 1 << 15
 
 

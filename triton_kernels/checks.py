@@ -79,7 +79,8 @@ def check_arguments(
     them is not a plain tensor, or shapes may be symbols.
     """
     # int comes first: asking the abstract class takes longer.
-    if max_seqlen is not None and (not isinstance(max_seqlen, (int, Integral)) or max_seqlen < 0):
+    ints = (int, torch.SymInt, Integral)
+    if max_seqlen is not None and (not isinstance(max_seqlen, ints) or max_seqlen < 0):
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
     if scale is not None and not _is_positive(scale):
         raise ValueError(f"scale must be positive and finite or None, got {scale!r}")

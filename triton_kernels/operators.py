@@ -10,7 +10,7 @@ from triton_kernels.attention import attend
 from triton_kernels.reference import rope_attention_reference
 
 _ARGUMENTS = (
-    "Tensor cos, Tensor sin, Tensor cu_seqlens, int? max_seqlen, float scale, str fuse, "
+    "Tensor cos, Tensor sin, Tensor cu_seqlens, SymInt? max_seqlen, float scale, str fuse, "
     "str implementation"
 )
 _library = torch.library.Library("fused_rope_attention", "DEF")

@@ -54,18 +54,35 @@ def test_compiles_without_a_graph_break(packed):
     torch.testing.assert_close(compiled(*arguments), layer(*arguments), rtol=0, atol=0)
 
 
-def test_compiles_once_for_any_number_of_tokens():
+@pytest.mark.parametrize("bound", [lambda tokens: 16, lambda tokens: tokens], ids=["16", "tokens"])
+def test_compiles_once_for_any_number_of_tokens(bound):
+    def layer(*x):
+        return attend(True, *x, max_seqlen=bound(len(x[0])))
+
     torch.compiler.reset()
     backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        lambda *x: attend(True, *x), fullgraph=True, backend=backend, dynamic=True
-    )
+    compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=True)
     # Not 2 segments first: PyTorch would take the 3 values of cu_seqlens for the 3 of qkv.
     for lengths in ((5, 9, 1), (7, 0, 8, 16), (1, 2, 3, 4, 0)):
         arguments = arguments_of(True, lengths)
         expected = attend(True, *arguments)
         torch.testing.assert_close(compiled(*arguments), expected, rtol=0, atol=0)
     assert backend.frame_count == 1
+
+
+@both_forms
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_for_any_number_of_tokens(packed, strict):
+    class Layer(torch.nn.Module):
+        def forward(self, *x):
+            return attend(packed, *x, max_seqlen=x[0].shape[0])
+
+    first, second = (tuple(arguments_of(packed, n)) for n in ((5, 9, 1), (7, 8, 16)))
+    tokens = torch.export.Dim("tokens", min=2, max=1024)
+    shapes = (*({0: tokens} for _ in first[:-1]), None)
+    exported = torch.export.export(Layer(), first, dynamic_shapes={"x": shapes}, strict=strict)
+    ours, expected = exported.module()(*second), Layer()(*second)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
 @both_forms
