@@ -228,11 +228,3 @@ def test_a_row_for_few_rows(module, launch, package):
 def test_the_table_is_read_by_the_same_code_in_both_packages():
     texts = {(ROOT / package / "launch_table.py").read_text() for package in PACKAGES}
     assert len(texts) == 1
-
-
-def test_tables_are_package_data():
-    import tomllib
-
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    for package in PACKAGES:
-        assert data["tool"]["setuptools"]["package-data"][package] == ["launches.json"]
