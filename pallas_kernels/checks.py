@@ -28,10 +28,12 @@ def check_cu_seqlens(cu_seqlens: jax.Array, tokens: int, max_seqlen: int | None 
         max_seqlen: the bound that goes with it, if there is one.
 
     Raises:
-        TypeError, ValueError: not int32 or not one-dimensional; or the first value that is
-            negative, beyond tokens, below its predecessor, or ends a segment longer than
+        TypeError, ValueError: no array, not int32 or not one-dimensional; or the first value that
+            is negative, beyond tokens, below its predecessor, or ends a segment longer than
             max_seqlen, with its place.
     """
+    if not isinstance(cu_seqlens, jax.Array | np.ndarray):
+        raise TypeError(f"cu_seqlens must be a jax.Array, got {type(cu_seqlens).__name__}")
     _check_cu_seqlens_form(cu_seqlens)
     values = np.asarray(cu_seqlens).tolist()
     for i, value in enumerate(values):

@@ -297,6 +297,8 @@ class ArgumentContract:
             )
 
     def test_check_cu_seqlens_checks_the_form_too(self):
+        with pytest.raises(TypeError, match=r"cu_seqlens must be a \w+\.\w+, got list"):
+            self.package.check_cu_seqlens([0, 4, 9], 9)
         with pytest.raises(TypeError, match="cu_seqlens must be int32"):
             self.package.check_cu_seqlens(self.array(np.zeros(3, np.int16)), 9)
         with pytest.raises(ValueError, match=r"cu_seqlens must be a .*vector"):

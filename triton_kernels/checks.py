@@ -40,10 +40,11 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int | No
         max_seqlen: the bound that goes with it, if there is one.
 
     Raises:
-        TypeError, ValueError: not int32 or not one-dimensional; or the first value that is
-            negative, beyond tokens, below its predecessor, or ends a segment longer than
+        TypeError, ValueError: no tensor, not int32 or not one-dimensional; or the first value that
+            is negative, beyond tokens, below its predecessor, or ends a segment longer than
             max_seqlen, with its place.
     """
+    _check_tensor("cu_seqlens", cu_seqlens)
     _check_cu_seqlens_form(cu_seqlens)
     values = cu_seqlens.tolist()
     for i, value in enumerate(values):
@@ -115,8 +116,7 @@ def _check_tensors(
 ) -> None:
     everything = (*tensors, cos, sin, cu_seqlens)
     for name, x in zip((*names, "cos", "sin", "cu_seqlens"), everything, strict=True):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        _check_tensor(name, x)
     first = tensors[0]
     packed = len(tensors) == 1
     form = "[tokens, 3, heads, head_dim]" if packed else "[tokens, heads, head_dim]"
@@ -147,6 +147,11 @@ def _check_tensors(
     _check_cu_seqlens_form(cu_seqlens)
     if cu_seqlens.device != first.device:
         raise ValueError(f"cu_seqlens must be on {first.device}, got {cu_seqlens.device}")
+
+
+def _check_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
 
 
 def _check_strides(name: str, x: torch.Tensor) -> None:
