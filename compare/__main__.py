@@ -5,4 +5,8 @@ import sys
 from compare.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("compare: interrupted", file=sys.stderr)
+        sys.exit(130)  # as shells report it

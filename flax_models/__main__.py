@@ -5,10 +5,12 @@ import dataclasses
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from safetensors.numpy import save
@@ -122,14 +124,19 @@ def _positive(text: str) -> int:
 def _check_files(images: Sequence[Path], out: Path) -> None:
     """Find now what would otherwise come to light after minutes of work."""
     for path in images:
+        if path.is_dir():
+            raise ImageError(f"expected an image file, got a directory: {path}")
         if not path.is_file():
             raise ImageError(f"no such image file: {path}")
     if not out.parent.is_dir():
         raise ValueError(f"no such directory for --out: {out.parent}")
     if out.is_dir():
         raise ValueError(f"--out is a directory: {out}")
-    if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"no permission to write to the directory of --out: {out.parent}")
+    try:
+        _unfinished(out).touch()
+        _unfinished(out).unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write --out {out}: {error.strerror}") from None
 
 
 def _image_config(options: argparse.Namespace) -> ImageConfig:
@@ -194,7 +201,9 @@ def _concatenate(batch: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray
 
 def _preprocess(path: Path, image_config: ImageConfig) -> tuple[np.ndarray, np.ndarray]:
     try:
-        return preprocess(path, image_config)
+        with warnings.catch_warnings():  # what Pillow warns of is an error here
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            return preprocess(path, image_config)
     except ImageError as error:
         # An image is "image 0" to `preprocess`, which sees one at a time and not always its path.
         raise ImageError(f"{path}: {error}") from None
@@ -202,12 +211,16 @@ def _preprocess(path: Path, image_config: ImageConfig) -> tuple[np.ndarray, np.n
 
 def _write(out: Path, arrays: dict[str, np.ndarray], names: list[str]) -> None:
     """Write the file beside its place first: nobody ever finds half a file there."""
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
+    unfinished = _unfinished(out)
     try:
         _WRITERS[out.suffix](unfinished, arrays, names)
         os.replace(unfinished, out)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _unfinished(out: Path) -> Path:
+    return out.with_name(f".{out.name}.{os.getpid()}.unfinished")
 
 
 def _write_safetensors(path: Path, arrays: dict[str, np.ndarray], names: list[str]) -> None:
@@ -245,4 +258,8 @@ def keep_compilations() -> None:
 
 if __name__ == "__main__":
     keep_compilations()
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)  # as shells report it

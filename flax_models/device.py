@@ -18,14 +18,22 @@ def find_device(device: jax.Device | str | None) -> jax.Device | None:
     """A device, or the first of a platform's name; None stays None, JAX's default.
 
     Raises:
-        ValueError: JAX finds no such platform.
+        ValueError: JAX finds no such platform, or no device at all.
     """
-    if not isinstance(device, str):
+    if device is not None and not isinstance(device, str):
         return device
+    present = ", ".join(sorted({found.platform for found in _devices()}))
     try:
-        return jax.devices(device)[0]
+        return None if device is None else jax.devices(device)[0]
     except RuntimeError:
-        present = sorted({found.platform for found in jax.devices()})
+        raise ValueError(f"device {device!r} was asked for, but JAX finds only {present}") from None
+
+
+def _devices() -> list[jax.Device]:
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter where a plugin is not installed
         raise ValueError(
-            f"device {device!r} was asked for, but JAX finds only {', '.join(present)}"
+            f"JAX finds no device where JAX_PLATFORMS is {jax.config.jax_platforms!r}: "
+            f"{str(error) or 'it is not installed'}"
         ) from None

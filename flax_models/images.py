@@ -42,7 +42,8 @@ def preprocess(
         images: a list of images and clips, or a single one. An image is a PIL image, a path, or a
             uint8 array [height, width, 3]; a clip is a list of images of one size, its frames, or
             a uint8 array [frames, height, width, 3]. (The outermost list is never a clip: write
-            [frames] for a single clip.) A clip's last frame is repeated until
+            [frames] for a single clip, also for those of an animation, of whose file only the
+            first is taken.) A clip's last frame is repeated until
             `temporal_patch_size` divides their number; an image is a clip of one frame. Images
             from paths are turned upright by their EXIF orientation, as Hugging Face loads them.
         config: limits, sizes and normalisation; `ImageConfig.from_pretrained` reads those of a

@@ -1,6 +1,7 @@
 """Exit statuses and sentences of `python -m compare`."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -195,3 +196,15 @@ def test_the_module_runs_and_imports_no_framework_for_help():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == parts.BAD_INPUT
     assert done.stderr.startswith("compare: ")
+
+
+def test_control_c_is_no_traceback(without_gpu, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parts, "run_everything", interrupt)
+    monkeypatch.setattr(environment, "configure", lambda: None)
+    monkeypatch.setattr("sys.argv", ["compare"])
+    with pytest.raises(SystemExit, match=r"^130$"):
+        runpy.run_path(ROOT / "compare" / "__main__.py", run_name="__main__")
+    assert capsys.readouterr().err == "compare: interrupted\n"

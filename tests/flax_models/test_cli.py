@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import runpy
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from safetensors import safe_open
 pytest.importorskip("jax")
 pytest.importorskip("flax")
 
+import flax_models
 from flax_models import ImageConfig, load_vision_tower, preprocess
 from flax_models.__main__ import _WRITERS, main
 from tests.tower_checkpoints import SMALL_TOWERS, write_checkpoint
@@ -153,6 +155,19 @@ def test_an_interruption_leaves_no_part_of_a_file(run, tmp_path, monkeypatch, in
     assert os.listdir(tmp_path) == []
 
 
+def test_control_c_is_no_traceback(checkpoint, images, tmp_path, monkeypatch, capsys):
+    def load(*_, **__):
+        raise KeyboardInterrupt
+
+    arguments = [*images, "--checkpoint", checkpoint, "--out", tmp_path / "out.npz"]
+    monkeypatch.setattr("sys.argv", ["flax_models", *map(str, arguments)])
+    monkeypatch.setattr("flax_models.load_vision_tower", load)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"^130$"):
+        runpy.run_path(flax_models.__path__[0] + "/__main__.py", run_name="__main__")
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_nothing_is_written_beside_the_output(run, images, checkpoint, tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -188,6 +203,15 @@ def test_unreadable_image(run, images, tmp_path, content):
     assert refused(run(images=[images[0], bad]), tmp_path, "bad.png")
 
 
+def test_a_directory_in_place_of_an_image(run, images, tmp_path):
+    assert refused(run(images=[images[0].parent]), tmp_path, "got a directory")
+
+
+def test_a_decompression_bomb(run, tmp_path):
+    Image.new("1", (9500, 9500)).save(tmp_path / "bomb.png")
+    assert refused(run(images=[tmp_path / "bomb.png"]), tmp_path, "it has 90,250,000 pixels")
+
+
 def test_image_of_an_absurd_shape(run, tmp_path):
     Image.new("RGB", (2010, 10)).save(tmp_path / "ribbon.png")
     assert refused(run(images=[tmp_path / "ribbon.png"]), tmp_path, "ribbon.png", "200")
@@ -215,6 +239,16 @@ def test_device_that_is_not_there(run, tmp_path):
     assert refused(run("--device", "tpu"), tmp_path, "'tpu'")
 
 
+@pytest.mark.parametrize("options", [(), ("--device", "cpu")])
+@pytest.mark.parametrize("error", [RuntimeError("Unable to initialize cuda"), AssertionError()])
+def test_jax_without_any_device(run, tmp_path, monkeypatch, error, options):
+    def devices(platform=None):
+        raise error
+
+    monkeypatch.setattr("jax.devices", devices)
+    assert refused(run(*options), tmp_path, "JAX finds no device", str(error))
+
+
 def test_a_call_that_does_not_fit(run, tmp_path, monkeypatch):
     monkeypatch.setattr("flax_models.memory._CHECKED_TOKENS", 0)
     monkeypatch.setattr("flax_models.tower.free_memory", lambda _: 1)
@@ -225,14 +259,17 @@ def test_missing_output_directory(run, tmp_path):
     assert refused(run(out="nowhere/out.npz"), tmp_path, "nowhere")
 
 
-def test_places_without_permission(run, checkpoint, images, tmp_path, monkeypatch):
-    """As they look to a user who is not root, whom nothing is refused."""
-    allowed = os.access
-    for closed, words in ((tmp_path, "write"), (checkpoint / "model.safetensors", "read")):
-        monkeypatch.setattr(
-            os, "access", lambda path, mode, closed=closed: path != closed and allowed(path, mode)
-        )
-        refused(run(), tmp_path, f"no permission to {words}", str(closed))
+def test_a_checkpoint_without_permission(run, checkpoint, tmp_path, monkeypatch):
+    """As it looks to a user who is not root, whom nothing is refused."""
+    allowed, closed = os.access, checkpoint / "model.safetensors"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed and allowed(path, mode))
+    assert refused(run(), tmp_path, "no permission to read", str(closed))
+
+
+@pytest.mark.parametrize("out", ["/proc/out.npz", "n" * 246 + ".npz"])
+def test_an_output_that_cannot_be_written_is_refused_first(run, tmp_path, monkeypatch, out):
+    monkeypatch.setattr("flax_models.load_vision_tower", lambda *_, **__: pytest.fail("too late"))
+    assert refused(run(out=out), tmp_path, "cannot write --out", out)
 
 
 def test_output_that_is_a_directory(run, tmp_path):

@@ -222,8 +222,8 @@ def _check_signature(attention: type[nn.Module]) -> None:
 def _check_unhooked(name: str, module: nn.Module) -> None:
     if "forward" in vars(module):
         raise ValueError(
-            f"{name} has a forward of its own, put there by another library, that would hide ours: "
-            "accelerate the model before"
+            f"{name} has a forward of its own, put there by another library (a device_map over "
+            "several devices has it done), that would hide ours: accelerate the model before"
         )
     for parameter in module.parameters():
         if parameter.is_meta or hasattr(parameter, "device_mesh"):
