@@ -62,9 +62,7 @@ class VisionTower(nnx.Module):
                 unknown `frame_attention`; whether that can run here, `load_vision_tower` finds out.
         """
         self.config = config
-        self.dtype = jnp.dtype(dtype)
-        if self.dtype.name not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype.name}")
+        self.dtype = _known_dtype(dtype)
         check_known(frame_attention)
         self.implementation = implementation
         self.frame_attention = frame_attention
@@ -145,6 +143,17 @@ class VisionTower(nnx.Module):
         patches, layout = self.prepare(pixel_values, grid_thw)
         for hidden in _block_outputs(self, jnp.asarray(patches), layout):
             yield hidden[: layout.num_tokens]
+
+
+def _known_dtype(dtype: DTypeLike) -> np.dtype:
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:  # "bf16" or a torch.dtype
+        known = None
+    if known is None or known.name not in _DTYPES:
+        given = dtype if known is None else known.name
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {given}")
+    return known
 
 
 def load_vision_tower(

@@ -225,6 +225,12 @@ def test_kernel_and_reference_agree_in_the_tower(config, tower, implementation):
     assert relative_error(ours, theirs) < FP32_TOLERANCE
 
 
+def test_a_dtype_that_jax_does_not_know(tmp_path):
+    for unknown in ("bf16", object()):
+        with pytest.raises(ValueError, match="dtype must be one of bfloat16, float16, float32"):
+            load_vision_tower(write_checkpoint(tmp_path, CONFIG), unknown)
+
+
 def test_loading_on_a_named_device(tmp_path):
     tower = load_vision_tower(write_checkpoint(tmp_path, CONFIG), device="cpu")
     cpu = jax.devices("cpu")[0]
