@@ -50,6 +50,7 @@ def blank_record(implementation: KernelImplementation, workload: KernelWorkload)
         dtype=workload.dtype,
         head_dim=workload.head_dim,
         heads=workload.heads,
+        ours=implementation.ours,
     )
 
 

@@ -60,8 +60,7 @@ def run_kernels(options: Namespace) -> int:
 
     records, ceilings = bench_kernels([w for w in chosen if w.name in KERNEL_WORKLOADS])
     rotations = [w for w in chosen if w.name in ROTATION_WORKLOADS]
-    file.save([*records, *bench_rotation(rotations, ceilings)], ceilings)
-    return AGREES
+    return _keep(file, [*records, *bench_rotation(rotations, ceilings)], ceilings)
 
 
 def run_fusion(options: Namespace) -> int:
@@ -69,8 +68,7 @@ def run_fusion(options: Namespace) -> int:
     file = _benchmark_file(options)
     from compare.fusion import measure_fusion
 
-    file.save(*measure_fusion())
-    return AGREES
+    return _keep(file, *measure_fusion())
 
 
 def run_tune(options: Namespace) -> int:
@@ -103,8 +101,7 @@ def run_towers(options: Namespace) -> int:
     file = _benchmark_file(options)
     from compare.tower_bench import bench_towers
 
-    file.save(*bench_towers(workloads))
-    return AGREES
+    return _keep(file, *bench_towers(workloads))
 
 
 def run_integration(options: Namespace) -> int:
@@ -113,8 +110,7 @@ def run_integration(options: Namespace) -> int:
     file = _benchmark_file(options)
     from compare.integration import bench_integration
 
-    file.save(*bench_integration(workloads))
-    return AGREES
+    return _keep(file, *bench_integration(workloads))
 
 
 def run_trust(options: Namespace) -> int:
@@ -153,15 +149,15 @@ def run_everything(options: Namespace) -> int:
         )
         return status
     directory = options.results or results.DEFAULT_DIRECTORY
-    status = AGREES
-    for part in ("agreement", "kernels", "towers", "integration"):
+    statuses = set()
+    for part in ("agreement", "kernels", "towers", "integration", "report"):
         # A process of its own: peak memory counts from zero, and no part can spoil the next.
         command = [sys.executable, "-m", "compare", part, "--results", str(directory)]
         code = subprocess.run(command, check=False).returncode
         # A part that was killed has a status of its own kind, which is no agreement either.
-        status = max(status, code if code in (AGREES, BAD_INPUT) else DISAGREES)
-    say(f"Wrote {write_report(directory, directory / 'report.md')}")
-    return status
+        statuses.add(code if code in (AGREES, BAD_INPUT) else DISAGREES)
+    # What another part could not do must not hide that something is wrong.
+    return DISAGREES if DISAGREES in statuses else max(statuses)
 
 
 def _check_agreement(path: Path | None, directory: Path | None) -> int:
@@ -176,6 +172,18 @@ def _check_agreement(path: Path | None, directory: Path | None) -> int:
         say(f"Agreement FAILED: {len(failed)} of {len(records)} checks, marked in the tables.")
         return DISAGREES
     say(f"Agreement holds: {len(records)} checks.")
+    return AGREES
+
+
+def _keep(file: _ResultFile, records: list[Record], ceilings: "Ceilings") -> int:
+    """Write what was timed; a peer that is wrong has no time, ours that is wrong is a failure."""
+    file.save(records, ceilings)
+    failed = [
+        f"{r.implementation} on {r.workload}" for r in records if r.ours and r.passed is False
+    ]
+    if failed:
+        say(f"The error of ours breaks its rule: {', '.join(dict.fromkeys(failed))}.")
+        return DISAGREES
     return AGREES
 
 

@@ -37,6 +37,7 @@ class Record:
         compile_s: the first call, compilation included.
         peak_memory_mib: most device memory in use, weights included.
         layer: the record's layer in a tower, from 0.
+        ours: whether what was timed is ours, where a wrong result is a failure.
         details: further values, written beside the others.
     """
 
@@ -59,6 +60,7 @@ class Record:
     peak_memory_mib: float | None = None
     layer: int | None = None
     error_limit: float | None = None
+    ours: bool | None = None
     passed: bool | None = None
     note: str | None = None
     details: dict[str, Any] = field(default_factory=dict)

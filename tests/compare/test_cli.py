@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from compare import cli, environment, parts, results
+from compare.ceilings import Ceilings
 from compare.results import Record
 from tests.compare import synthetic
 
@@ -91,6 +92,60 @@ def test_without_a_gpu_the_main_job_is_agreement(without_gpu, agreement, tmp_pat
     assert results.read(tmp_path / "cpu" / "agreement.json").records[0]["implementation"] == "flax"
     agreement["towers"] = [failing("flax")]
     assert cli.main([]) == parts.DISAGREES
+
+
+@pytest.mark.parametrize(
+    ("codes", "status"),
+    [
+        ({}, parts.AGREES),
+        ({"kernels": parts.BAD_INPUT}, parts.BAD_INPUT),
+        ({"agreement": parts.DISAGREES, "kernels": parts.BAD_INPUT}, parts.DISAGREES),
+        ({"agreement": parts.BAD_INPUT, "towers": -9}, parts.DISAGREES),
+        ({"agreement": parts.DISAGREES, "report": parts.BAD_INPUT}, parts.DISAGREES),
+    ],
+)
+def test_what_is_wrong_outweighs_what_could_not_be_done(monkeypatch, codes, status, tmp_path):
+    ran = []
+
+    def run(command, check):
+        ran.append(command[3])
+        assert command[4:] == ["--results", str(tmp_path)]
+        return subprocess.CompletedProcess(command, codes.get(command[3], 0))
+
+    monkeypatch.setattr(environment, "has_gpu", lambda: True)
+    monkeypatch.setattr(subprocess, "run", run)
+    assert cli.main(["--results", str(tmp_path)]) == status
+    assert ran == ["agreement", "kernels", "towers", "integration", "report"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "passed", "status"),
+    [
+        (True, True, parts.AGREES),
+        (True, None, parts.AGREES),
+        (True, False, parts.DISAGREES),
+        (False, False, parts.AGREES),
+    ],
+)
+@pytest.mark.parametrize("part", ["kernels", "fusion", "towers", "integration"])
+def test_a_wrong_result_of_ours_fails_a_benchmark(
+    monkeypatch, part, ours, passed, status, tmp_path, capsys
+):
+    found = [Record("w", "one", ours=ours, passed=passed)], Ceilings(4e12, 4e12, 8e14)
+    for benchmark in (
+        "compare.kernel_bench.bench_kernels",
+        "compare.fusion.measure_fusion",
+        "compare.tower_bench.bench_towers",
+        "compare.integration.bench_integration",
+    ):
+        monkeypatch.setattr(benchmark, lambda *_: found)
+    monkeypatch.setattr("compare.rotation.bench_rotation", lambda *_: [])
+    monkeypatch.setattr(environment, "has_gpu", lambda: True)
+    monkeypatch.setattr(parts, "_check_pytorch", lambda: None)
+    path = tmp_path / "file.json"
+    assert cli.main([part, "--json", str(path)]) == status
+    assert ("breaks its rule: one on w" in capsys.readouterr().out) == bool(status)
+    assert len(results.read(path).records) == 1
 
 
 @pytest.mark.parametrize(("findings", "status"), [(0, parts.AGREES), (2, parts.DISAGREES)])
