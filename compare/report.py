@@ -22,10 +22,9 @@ _METHODS = {
     "the floor, or times as long as ours of the same framework. Spread: 90th - 10th percentile.",
     "fusion": "Rows: framework and head_dim; columns: tokens of a segment, of about 9,216 in all. "
     "Clocks as in the kernels' tables.",
-    "towers": "Wall time of whole calls, inputs on the GPU: first of calls that are waited for one "
-    "by one, then of calls in a row, of which only the last is waited for; tokens a second are by "
-    "the latter. In brackets: share of the floor, or times as long as ours of the same framework. "
-    "Spread: 90th - 10th percentile.",
+    "towers": "Wall time of whole calls, inputs on the GPU, each waited for; of calls in a row "
+    "only the last is. In brackets: share of the floor, or times as long as ours of the same "
+    "framework. Spread: 90th - 10th percentile.",
     "integration": "Wall time of whole calls as for the towers; the first call plans for a size. "
     "`accelerate(model)` as it is, and with every block compiled by torch.compile. In brackets: "
     "share of the floor, or times as long as accelerated. Spread: 90th - 10th percentile.",

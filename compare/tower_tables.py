@@ -9,15 +9,20 @@ from compare.results import Results
 
 
 def rate_table(results: Results, workloads: Sequence[str]) -> str:
-    """Tokens a second of each tower, and frames of clips; empty where none is on record."""
-    rows = []
+    """Tokens a second of each tower, and frames of clips; empty where none is on record.
+
+    By calls in a row, where those were timed.
+    """
+    rows, in_a_row = [], False
     for name in ranking(results, workloads):
         records = [timed(results, workload).get(name, {}) for workload in workloads]
         rows.append([name, *map(_rates, records)])
+        in_a_row |= any("row_us" in record for record in records)
     if all(set(row[1:]) == {"–"} for row in rows):
         return ""
     headings = [size(workload) for workload in workloads]
-    return table(["thousand tokens a second", *headings], rows)
+    calls = "in a row" if in_a_row else "one by one"
+    return table([f"thousand tokens a second, calls {calls}", *headings], rows)
 
 
 def _rates(record: RecordDict) -> str:

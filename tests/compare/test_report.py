@@ -15,6 +15,7 @@ from compare.errors import InputError
 from compare.families import families, size
 from compare.results import Record
 from compare.timing_tables import ratio_table, row_table, timing_table
+from compare.tower_tables import rate_table
 from compare.workloads import FRAMES_MIX, FRAMES_MIX_PARTS
 from tests.compare import synthetic
 
@@ -90,6 +91,16 @@ def test_calls_in_a_row():
     assert lines[4] == "| Hugging Face FA2 varlen | 13.6 (5.5 x) | 30.6 (5.5 x) |"
     unknown = [replace(record, row_us=None) for record in records]
     assert row_table(synthetic.as_results("towers", unknown), ["tower-448"]) == ""
+
+
+@pytest.mark.parametrize(("row_us", "calls"), [(2e3, "in a row"), (None, "one by one")])
+def test_rates_tell_which_calls_they_are_of(row_us, calls):
+    """Result files from before calls in a row were timed hold rates of calls one by one."""
+    rates = {"tokens_per_s": 3.5e5, "frames_per_s": 700.0}
+    record = Record("tower-448", "torch", median_us=3e3, row_us=row_us, details=rates)
+    text = rate_table(synthetic.as_results("towers", [record]), ["tower-448"])
+    assert text.splitlines()[0] == f"| thousand tokens a second, calls {calls} | 448 |"
+    assert text.splitlines()[2] == "| torch | 350 (700 frames) |"
 
 
 def ratios(records, workloads):
