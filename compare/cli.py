@@ -1,6 +1,7 @@
 """The command line: `python -m compare`, its parts, their options and exit statuses."""
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error of what was timed breaks its rule); 2 for bad input, after one sentence on stderr.
     """
     environment.configure()
+    for stream in (sys.stdout, sys.stderr):
+        # A dash that the terminal's encoding lacks must not end a run before its results are kept.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         options = _parser().parse_args(arguments)
         return options.run(options)

@@ -11,6 +11,7 @@ Item = TypeVar("Item")
 
 # Without a terminal rich assumes 80 columns and cuts tables; a log file has room.
 _LOG_WIDTH = 160
+_UNBROKEN = 24  # characters of a cell that stay on one line: of any number, not of any reason
 
 
 def console() -> Console:
@@ -35,18 +36,40 @@ def progress(items: Sequence[Item], description: str) -> Iterator[Item]:
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table, the first column left and the others right aligned.
 
+    Where not all columns fit beside each other, several tables, each with the first column: rich
+    would cut the numbers.
+
     Args:
         title: above the table.
         columns: headings.
         rows: cells as plain text.
     """
     say(title)  # not as the table's title, which would be wrapped to its width
+    out = console()
+    names, *others = (list(column) for column in zip(columns, *rows, strict=True))
+    shown = [names]
+    for column in others:
+        if len(shown) > 1 and _least_width([*shown, column]) > out.width:
+            out.print(_table(shown), markup=False)
+            shown = [names]
+        shown.append(column)
+    out.print(_table(shown), markup=False)
+
+
+def _table(columns: Sequence[Sequence[str]]) -> Table:
+    """A table of columns, each of which begins with its heading."""
     table = Table()
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=index == 0)
-    for row in rows:
+    for index, (heading, *_) in enumerate(columns):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=index == 0)
+    for row in list(zip(*columns, strict=True))[1:]:
         table.add_row(*row)
-    console().print(table, markup=False)
+    return table
+
+
+def _least_width(columns: Sequence[Sequence[str]]) -> int:
+    names, *others = ([len(cell) for cell in column] for column in columns)
+    cells = max(names) + sum(min(max(lengths), _UNBROKEN) for lengths in others)
+    return cells + 3 * len(columns) + 1  # a bar and two spaces for each column, and a last bar
 
 
 def print_missing(reasons: Iterable[tuple[str, str]]) -> None:
