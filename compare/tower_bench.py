@@ -53,12 +53,19 @@ def bench_towers(
 
     Returns:
         A record for each tower on each workload, and the ceilings.
+
+    Raises:
+        UnavailableError: photographs or the yardstick of a family are not installed.
     """
+    configs = list(dict.fromkeys(workload.config for workload in workloads))
+    photographs.photographs()
+    for config in configs:
+        huggingface.vision_classes(config.model_type)
     ceilings = ceilings_module.measure()
     if towers is None:
         towers = [*our_towers(), *library_frame_towers(), *peer_towers()]
     records = []
-    for config in dict.fromkeys(workload.config for workload in workloads):
+    for config in configs:
         of_config = [workload for workload in workloads if workload.config == config]
         records += _bench_config(config, of_config, towers, ceilings)
     return records, ceilings
@@ -73,19 +80,23 @@ def _bench_config(
     """Every implementation of one family's tower on its workloads."""
     # From small to large, because JAX's peak memory only ever grows.
     workloads = sorted(workloads, key=lambda workload: workload.tokens)
-    inputs = {workload.name: photographs.workload_input(workload) for workload in workloads}
-    with tempfile.TemporaryDirectory() as directory:
-        say(
-            f"Writing a random {config.model_type} checkpoint of {config.depth} layers, "
-            "then its fp32 embeddings"
-        )
-        huggingface.random_checkpoint(directory, config)
-        run = _Run(directory, workloads, inputs, _exact_embeddings(directory, inputs))
-        yardstick = run.measure(hugging_face_sdpa(), limits=None)
-        limits = {r.workload: r.relative_rms_error for r in yardstick if r.relative_rms_error}
-        records = list(yardstick)
-        for implementation in progress(towers, "towers"):
-            records += run.measure(implementation, limits)
+    yardstick = hugging_face_sdpa()
+    try:
+        inputs = {workload.name: photographs.workload_input(workload) for workload in workloads}
+        with tempfile.TemporaryDirectory() as directory:
+            say(
+                f"Writing a random {config.model_type} checkpoint of {config.depth} layers, "
+                "then its fp32 embeddings"
+            )
+            huggingface.random_checkpoint(directory, config)
+            run = _Run(directory, workloads, inputs, _exact_embeddings(directory, inputs))
+            records = run.measure(yardstick, limits=None)
+            limits = {r.workload: r.relative_rms_error for r in records if r.relative_rms_error}
+            for implementation in progress(towers, "towers"):
+                records += run.measure(implementation, limits)
+    except Exception as error:  # nothing to judge by: keep what is measured of other families
+        blanks = [blank for each in (yardstick, *towers) for blank in _blanks(each, workloads)]
+        records = [replace(blank, note=one_line(error)) for blank in blanks]
     by_workload = {
         workload.name: (
             workload,
@@ -112,6 +123,18 @@ def _exact_embeddings(directory: Directory, inputs: dict[str, Inputs]) -> dict[s
     return exact
 
 
+def _blanks(
+    implementation: TowerImplementation, workloads: Sequence[TowerWorkload]
+) -> list[Record]:
+    """Records without any number, of the workloads that the tower is timed on."""
+    named = implementation.workloads
+    return [
+        Record(workload.name, implementation.name, dtype="bfloat16", ours=implementation.ours)
+        for workload in workloads
+        if named is None or workload.name in named
+    ]
+
+
 @dataclass(frozen=True)
 class _Run:
     """What every tower of a run is measured on."""
@@ -127,16 +150,14 @@ class _Run:
         """One tower on its workloads; a failure is a record with the reason.
 
         Args:
-            implementation: the tower, loaded here and let go at the end.
+            implementation: the tower, loaded here.
             limits: the yardstick's error on each workload; None for the yardstick itself.
         """
-        names = [workload.name for workload in self.workloads]
-        if implementation.workloads is not None:
-            names = [name for name in names if name in implementation.workloads]
-        if not names:
+        blanks = _blanks(implementation, self.workloads)
+        if not blanks:
             return []
-        blanks = [Record(name, implementation.name, dtype="bfloat16") for name in names]
         try:
+            free_memory()  # of the tower before
             tower = implementation.load(self.directory)
         except Exception as error:
             return [replace(blank, note=one_line(error)) for blank in blanks]
@@ -153,8 +174,6 @@ class _Run:
                 records.append(_judged(timed, error, yardstick, implementation.ours))
             except Exception as error:
                 records.append(replace(record, note=one_line(error)))
-        del tower
-        free_memory()
         times = ", ".join(f"{r.workload} {_ms(r.median_us)}" for r in records)
         say(f"{implementation.name}, ms: {times}")
         return records

@@ -1,10 +1,8 @@
-"""Tower agreement and the tower benchmark, on a small tower without a GPU."""
+"""Tower agreement, on small towers without a GPU."""
 
-import functools
 import re
 from dataclasses import replace
 from importlib import metadata
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,41 +11,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
-from compare import huggingface, peers_torch, timing, tower_agreement, tower_bench, towers
-from compare.ceilings import Ceilings
+from compare import huggingface, peers_torch, tower_agreement, towers
 from compare.errors import UnavailableError
-from compare.integration import bench_integration
 from compare.metrics import relative_rms_error
 from compare.tower_agreement import check_towers
-from compare.tower_workloads import TowerWorkload, Visual
 from compare.towers import HuggingFaceTower, TowerImplementation
-from flax_models import ImageConfig, VisionConfig, preprocess
+from flax_models import ImageConfig, preprocess
+from tests.compare.small_towers import CONFIG, QWEN3, TOWERS, failing_once, implementation
 from tests.compare.test_peers import naive_varlen
-
-CONFIG = VisionConfig(
-    depth=2,
-    hidden_size=32,
-    num_heads=2,
-    intermediate_size=36,
-    out_hidden_size=24,
-    fullatt_block_indexes=(1,),
-)
-
-
-QWEN2 = VisionConfig.of(
-    "qwen2_vl", depth=2, hidden_size=32, num_heads=2, intermediate_size=128, out_hidden_size=24
-)
-QWEN3 = VisionConfig.of(
-    "qwen3_vl",
-    depth=2,
-    hidden_size=32,
-    num_heads=2,
-    intermediate_size=36,
-    out_hidden_size=24,
-    num_position_embeddings=25,
-    deepstack_visual_indexes=(0,),
-)
-TOWERS = {"tower": CONFIG, "qwen2-tower": QWEN2, "qwen3-tower": QWEN3}
 
 
 @pytest.fixture(scope="module", params=TOWERS)
@@ -73,10 +44,6 @@ def small(monkeypatch):
     monkeypatch.setattr(tower_agreement, "SMALL_TOWERS", {"tower": CONFIG})
 
 
-def square(side, tower="tower"):
-    return TowerWorkload(f"{tower}-{side}", (Visual(side, side),), TOWERS[tower])
-
-
 class Disturbed(HuggingFaceTower):
     """Right up to the last block, whose output is off by far more than rounding."""
 
@@ -90,12 +57,6 @@ class Shortened(HuggingFaceTower):
 
     def hidden_states(self, pixel_values, grid_thw):
         return iter(list(super().hidden_states(pixel_values, grid_thw))[:-1])
-
-
-def implementation(tower):
-    return TowerImplementation(
-        "torch", lambda d: tower(huggingface.load(d, torch.bfloat16)), ours=True
-    )
 
 
 def unavailable(directory):
@@ -131,6 +92,20 @@ def test_a_wrong_layer_fails(small, capsys):
 def test_a_tower_that_cannot_be_compared_fails(small, tower, reason):
     (failed,) = [r for r in check_towers([tower], small=True) if r.passed is False]
     assert re.search(reason, failed.note)
+
+
+def test_a_family_without_a_reference_fails_and_the_others_are_checked(monkeypatch, capsys):
+    monkeypatch.setattr(tower_agreement, "SMALL_TOWERS", {"tower": CONFIG, "qwen3-tower": QWEN3})
+    monkeypatch.setattr(
+        tower_agreement, "_exact_states", failing_once(tower_agreement._exact_states)
+    )
+    failed, *others = check_towers([implementation(HuggingFaceTower)], small=True)
+    assert failed.workload == "tower-photographs"
+    assert failed.passed is False
+    assert failed.note == "OutOfMemoryError: no room for the reference"
+    assert {record.workload for record in others} == {"qwen3-tower-photographs"}
+    assert [record.passed for record in others] == [None] * 3 + [True] * 3
+    assert "FAILED OutOfMemoryError" in capsys.readouterr().out
 
 
 def test_checkpoint_tells_mistakes_apart(checkpoint):
@@ -176,75 +151,3 @@ def test_a_peak_of_jax_that_did_not_grow_is_not_the_calls_own(monkeypatch):
         tower.reset_peak_memory()
         seen.append(tower.peak_memory_mib())
     assert seen == [5, None, None]
-
-
-@pytest.fixture
-def benchmark_on_cpu(monkeypatch):
-    ceilings = SimpleNamespace(measure=lambda: Ceilings(4e12, 4e12, 8e14))
-    monkeypatch.setattr(tower_bench, "ceilings_module", ceilings)
-    monkeypatch.setattr(timing, "WALL_SECONDS", 0.01)
-    monkeypatch.setattr(timing, "ROW_SECONDS", 0.01)
-
-
-def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
-    workloads = [square(112), square(224), square(224, "qwen3-tower")]
-    records, _ = tower_bench.bench_towers(workloads)
-    by_name = {(r.workload, r.implementation): r for r in records}
-    for workload in workloads:
-        for name in ("torch", "flax", "Hugging Face SDPA"):
-            record = by_name[workload.name, name]
-            assert record.median_us > 0
-            assert record.relative_rms_error < 0.05
-            assert record.compile_s > 0
-            assert record.share_of_floor == pytest.approx(record.floor_us / record.median_us)
-            tokens_per_s = workload.tokens / record.row_us * 1e6
-            assert record.details["tokens_per_s"] == pytest.approx(tokens_per_s)
-        for name in ("Hugging Face FA2 varlen", "Hugging Face FA3 varlen"):
-            record = by_name[workload.name, name]
-            assert (record.median_us is None) == bool(record.note)
-
-
-def test_the_accelerated_tower_is_timed_beside_hugging_faces(benchmark_on_cpu, monkeypatch):
-    monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(compile_without_code))
-    records, _ = bench_integration([square(112)])
-    by_name = {record.implementation: record for record in records}
-    for name in ("accelerated", "accelerated, compiled"):
-        assert by_name[name].passed
-        assert by_name[name].median_us > 0
-        assert by_name[name].error_limit == pytest.approx(
-            1.1 * by_name["Hugging Face SDPA"].relative_rms_error
-        )
-    assert {"Hugging Face FA2 varlen", "Hugging Face FA3 varlen"} < by_name.keys()
-
-
-def compile_without_code(module, **options):
-    """As Module.compile, on a backend that needs no compiler."""
-    module._compiled_call_impl = torch.compile(module._call_impl, backend="eager", **options)
-
-
-def test_a_wrong_tower_gets_no_time(benchmark_on_cpu, monkeypatch):
-    class Wrong(HuggingFaceTower):
-        def encode(self, pixel_values, grid_thw):
-            return super().encode(pixel_values, grid_thw) + 1
-
-    monkeypatch.setattr(tower_bench, "our_towers", lambda: [implementation(Wrong)])
-    records, _ = tower_bench.bench_towers([square(56)])
-    record = next(r for r in records if r.implementation == "torch")
-    assert record.median_us is None
-    assert record.row_us is None
-    assert "tokens_per_s" not in record.details
-    assert record.passed is False
-    assert record.relative_rms_error > 0.1
-    assert record.note == "not timed: the error breaks its rule"
-
-
-def test_libraries_frames_are_timed_on_named_workloads_or_say_why_not(benchmark_on_cpu):
-    named = TowerWorkload("tower-1344", (Visual(56, 56),), CONFIG)
-    records, _ = tower_bench.bench_towers([square(56), named], towers.library_frame_towers())
-    names = {"torch, FA3 frames", "torch, cuDNN frames", "flax, cuDNN frames"}
-    found = {r.implementation: r for r in records if r.implementation != "Hugging Face SDPA"}
-    assert found.keys() == names
-    for record in found.values():
-        assert record.workload == "tower-1344"
-        if not torch.cuda.is_available():
-            assert "needs a tower on a GPU, got device 'cpu'" in record.note
