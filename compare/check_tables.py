@@ -14,11 +14,8 @@ def agreement_line(results: Results) -> str:
     """One sentence: how many checks, how many failed, the worst of the named kernels."""
     checks = [record for record in results.records if "passed" in record]
     failed = sum(not record["passed"] for record in checks)
-    worst = {
-        name: max((r["relative_rms_error"] or 0 for r in checks if _is_kernel(r, name)), default=0)
-        for name in ("triton", "pallas", "pallas against triton")
-    }
-    told = ", ".join(f"{name} {number(error)}" for name, error in worst.items())
+    named = ("triton", "pallas", "pallas against triton")
+    told = ", ".join(f"{name} {number(_worst(checks, name))}" for name in named)
     outcome = "all hold" if not failed else f"**{failed} fail**"
     return f"{len(checks)} checks, {outcome}. Largest relative RMS error in bf16: {told}."
 
@@ -68,5 +65,11 @@ def _outcome(record: RecordDict) -> str:
     return f"{name}: nothing wrong, memory {host} MiB on the host and {device} on the device"
 
 
-def _is_kernel(record: RecordDict, name: str) -> bool:
-    return record["implementation"] == name and record.get("dtype") == "bfloat16"
+def _worst(checks: Sequence[RecordDict], name: str) -> float | None:
+    """The largest error of a kernel in bf16; None where one is not known: it failed, or was NaN."""
+    errors = [
+        record["relative_rms_error"]
+        for record in checks
+        if record["implementation"] == name and record.get("dtype") == "bfloat16"
+    ]
+    return max(errors, default=None) if None not in errors else None

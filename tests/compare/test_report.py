@@ -173,6 +173,15 @@ def test_failures_show():
     assert "**1 fail**" in line
 
 
+def test_the_largest_error_is_unknown_where_one_is():
+    """A kernel that fails has none, and NaN is not written: neither counts as 0."""
+    records = synthetic.agreement_records()
+    nan = Record("w", "triton", relative_rms_error=float("nan"), dtype="bfloat16", passed=False)
+    records = [nan, *(r for r in records if r.implementation != "pallas")]
+    line = agreement_line(synthetic.as_results("agreement", records))
+    assert line.endswith("in bf16: triton –, pallas –, pallas against triton 2.70e-03.")
+
+
 def test_readme_block_is_renewed_and_the_rest_kept(directory, tmp_path):
     report.write_report(directory, directory / "report.md")
     readme = tmp_path / "README.md"
