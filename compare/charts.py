@@ -39,7 +39,7 @@ _STYLE = {
 def timing_chart(results: Results, workloads: Sequence[str], title: str, path: Path) -> None:
     """Bars of one family of workloads, one panel for each, with the floor as a line.
 
-    Of peers that differ in the rotation alone, the faster stands for both.
+    Of peers that differ in the rotation alone, the fastest on a workload stands there for all.
 
     Args:
         results: of any part but agreement.
@@ -48,12 +48,13 @@ def timing_chart(results: Results, workloads: Sequence[str], title: str, path: P
         path: the SVG to write.
     """
     unit, scale = ("µs", 1.0) if results.part == "kernels" else ("ms", 1e3)
-    names = _strongest(ranking(results, workloads))[::-1]
+    bars = _bars(ranking(results, workloads))
+    names = list(bars)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(2.4 + 2.2 * len(workloads), 1.1 + 0.3 * len(names)))
         panels = figure.subplots(1, len(workloads), squeeze=False, sharey=True)[0]
         for panel, workload in zip(panels, workloads, strict=True):
-            _draw_bars(panel, results, workload, names, scale)
+            _draw_bars(panel, results, workload, bars, scale)
         panels[0].set_yticks(range(len(names)), names)
         for label, name in zip(panels[0].get_yticklabels(), names, strict=True):
             label.set_fontweight("bold" if name in OURS else "normal")
@@ -180,11 +181,11 @@ def _draw_ways(panel: Axes, cells: Sequence[Cell], name: str) -> None:
 
 
 def _draw_bars(
-    panel: Axes, results: Results, workload: str, names: Sequence[str], scale: float
+    panel: Axes, results: Results, workload: str, bars: dict[str, list[str]], scale: float
 ) -> None:
     records = timed(results, workload)
-    times = [records[name]["median_us"] / scale if name in records else 0.0 for name in names]
-    panel.barh(range(len(names)), times, color=[_COLOURS.get(name, _PEER) for name in names])
+    times = [_fastest(records, names) / scale for names in bars.values()]
+    panel.barh(range(len(bars)), times, color=[_COLOURS.get(name, _PEER) for name in bars])
     for row, time in enumerate(times):
         text = f" {number(time)}" if time else " –"
         panel.text(time, row, text, va="center", fontsize=8)
@@ -205,12 +206,21 @@ def _size(workload: str) -> str:
     return f"{told} px" if told.isdigit() else told
 
 
-def _strongest(names: Sequence[str]) -> list[str]:
-    """Of "rotation + attention" names keep the first, the fastest, of each attention."""
-    kept: dict[str, str] = {}
+def _bars(names: Sequence[str]) -> dict[str, list[str]]:
+    """Whom each bar stands for, from below: of "rotation + attention" all with that attention."""
+    found: dict[str, list[str]] = {}
     for name in names:
-        kept.setdefault(name.partition(" + ")[2] or name, name)
-    return list(kept.values())
+        found.setdefault(name.partition(" + ")[2] or name, []).append(name)
+    bars = [
+        (alike[0] if len(alike) == 1 else f"rope + {attention}", alike)
+        for attention, alike in found.items()
+    ]
+    return dict(reversed(bars))
+
+
+def _fastest(records: dict[str, RecordDict], names: Sequence[str]) -> float:
+    """The least time of some implementations, in microseconds; 0 where none has any."""
+    return min((records[name]["median_us"] for name in names if name in records), default=0.0)
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:

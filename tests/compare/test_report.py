@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
 
 pytest.importorskip("matplotlib")
 
-from compare import report, results
+from matplotlib.axes import Axes
+
+from compare import charts, report, results
 from compare.check_tables import agreement_line
 from compare.console import number
 from compare.errors import InputError
@@ -251,6 +254,24 @@ def test_a_workload_without_any_timing_still_gets_a_panel(tmp_path):
     path = results.default_path("kernels", "x", tmp_path)
     results.write(synthetic.as_results("kernels", records), path)
     assert "windows.svg" in report.write_report(tmp_path, tmp_path / "report.md").read_text()
+
+
+def test_a_chart_shows_the_strongest_peer_of_every_workload(tmp_path):
+    """Which rotation is the faster may change from one workload to the next, or one may fail."""
+    times = {
+        "in-place rope + FA2 varlen": (11.0, 25.0, None),
+        "torch.compile rope + FA2 varlen": (12.0, 24.0, 33.0),
+    }
+    workloads = [f"frames-{side}" for side in (448, 672, 896)]
+    records = [
+        Record(workload, name, framework="torch", median_us=time)
+        for name, of_name in times.items()
+        for workload, time in zip(workloads, of_name, strict=True)
+    ]
+    path = tmp_path / "frames.svg"
+    with mock.patch.object(Axes, "text") as drawn:
+        charts.timing_chart(synthetic.as_results("kernels", records), workloads, "frames", path)
+    assert [call.args[2] for call in drawn.call_args_list] == [" 11", " 24", " 33"]
 
 
 def test_no_directory_is_made_where_results_are_looked_for(tmp_path):
