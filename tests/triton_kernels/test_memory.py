@@ -1,5 +1,7 @@
 """triton_kernels read and write their tensors in place, and nothing beside them."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -39,6 +41,21 @@ def test_nothing_outside_the_tensors_is_read_or_written(cu_seqlens, fuse, max_se
         assert buffer.isnan().sum() == 2 * guard
     assert len(results) == {"qk": 1, "q": 2, "none": 3}[fuse]
     assert all(map(intact, results))
+
+
+@pytest.mark.parametrize("length", [17, 40])
+def test_rows_of_a_longer_segment_are_written(length):
+    """Right or NaN, and NaN from the kernel: elsewhere in the tests memory holds it before."""
+    case = make_case((9, length, 16), head_dim=72, trailing=3)
+
+    def full_like(x, **options):
+        return torch.full_like(x, 7.0, **options)
+
+    with mock.patch.object(torch, "empty_like", full_like), interpreted_nan():
+        out = public_function(False)(
+            *map(to_torch, case.separate), max_seqlen=16, implementation="triton"
+        )
+    assert (out != 7).all()
 
 
 LAYOUTS = {
