@@ -87,18 +87,24 @@ def measure_fusion(
     return records, ceilings
 
 
-def auto_fuse(implementation: KernelImplementation, workload: KernelWorkload) -> str:
-    """What fuse="auto" means for a workload, asked of the implementation's package."""
+def auto_fuse(implementation: KernelImplementation, workload: KernelWorkload) -> str | None:
+    """What fuse="auto" means for a workload, asked of the implementation's package.
+
+    None where that is not installed.
+    """
     longest = int(workload.lengths.max())
-    if implementation.framework == "torch":
-        import torch
+    try:
+        if implementation.framework == "torch":
+            import torch
 
-        from triton_kernels import launch
+            from triton_kernels import launch
 
-        return launch.auto_fuse(getattr(torch, workload.dtype), longest)
-    from pallas_kernels import launch
+            return launch.auto_fuse(getattr(torch, workload.dtype), longest)
+        from pallas_kernels import launch
 
-    return launch.auto_fuse(DTYPES[workload.dtype], longest)
+        return launch.auto_fuse(DTYPES[workload.dtype], longest)
+    except ImportError:
+        return None
 
 
 def _print(records: Sequence[Record]) -> None:

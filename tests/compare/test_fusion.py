@@ -1,5 +1,6 @@
 """The grid of segment lengths, and what is made of its times."""
 
+import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -8,7 +9,7 @@ pytest.importorskip("jax")
 
 from compare import fusion
 from compare.fusion_table import Cell, best_table, cells_of, times_table, verdict_line
-from compare.implementations import KernelImplementation
+from compare.implementations import KernelImplementation, pallas
 from compare.oracle import unfused
 from compare.workloads import KernelWorkload, variant
 from tests.compare.clocks import stand_in_clocks
@@ -44,6 +45,18 @@ def way(name, us, wrong=False):
 
 
 TINY = variant(KernelWorkload("segments-16", "frames", ((1, 4, 4),) * 2, heads=1), head_dim=64)
+
+
+def test_without_jax_its_twin_has_no_time_and_the_other_has(monkeypatch):
+    stand_in_clocks(monkeypatch)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pallas_kernels"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "jax", None)
+    records, _ = fusion.measure_fusion([TINY], {"qk": [way("triton", 11.0), pallas("qk")]})
+    assert [record.median_us for record in records] == [11.0, None]
+    assert records[1].note.startswith("not installed: ModuleNotFoundError: import of jax")
+    (cell,) = cells_of([record.to_json() for record in records])
+    assert (cell.implementation, cell.auto) == ("triton", "qk")
 
 
 def test_every_way_is_timed_beside_its_error(monkeypatch, capsys):
