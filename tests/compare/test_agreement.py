@@ -8,7 +8,7 @@ import torch
 from compare import agreement
 from compare.agreement import check_kernels
 from compare.arrays import to_torch
-from compare.implementations import KernelImplementation
+from compare.implementations import FUSE, KernelImplementation
 from compare.oracle import oracle, unfused
 from compare.workloads import KernelInputs, KernelWorkload
 
@@ -57,6 +57,43 @@ def test_our_kernels_agree(capsys):
     }
     assert records[2].details["bit_equal_share"] > 0.9
     assert "Kernel agreement" in capsys.readouterr().out
+
+
+def test_without_an_answer_to_judge_by_nothing_passes(monkeypatch):
+    def broken(_):
+        raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setattr(agreement.Yardstick, "of", broken)
+    (record,) = check(unfused, unfused).values()
+    assert (record.passed, record.note) == (False, "RuntimeError: the GPU is gone")
+
+
+def test_what_an_earlier_call_has_left_is_no_result(monkeypatch):
+    memory = unfused(TINY.inputs())
+    monkeypatch.setattr(agreement, "poison", lambda _: memory.fill_(float("nan")))
+    records = check(lambda _: memory, unfused)
+    assert [records[name].passed for name in ("triton", "pallas")] == [False, True]
+
+
+def test_every_way_of_fusing_is_the_one_that_is_called(monkeypatch):
+    """All ways give the same result: agreement and times would be those of one alone."""
+    calls = []
+
+    def called(package):
+        def attend(qkv, cos, sin, cu_seqlens, *, max_seqlen, fuse, implementation):
+            calls.append((package, fuse, implementation))
+            return qkv[:, 0]
+
+        return attend
+
+    for package in ("triton_kernels", "pallas_kernels"):
+        monkeypatch.setattr(f"{package}.fused_rope_attention_qkvpacked", called(package))
+    check_kernels([(TINY, (*FUSE, "auto"))])
+    assert calls == [
+        (package, fuse, "triton")
+        for fuse in (*FUSE, "auto")
+        for package in ("triton_kernels", "pallas_kernels")
+    ]
 
 
 @pytest.mark.parametrize("wrong", [turned_backwards, leaking, with_nan])
