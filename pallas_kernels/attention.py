@@ -66,7 +66,7 @@ def fused_rope_attention(
     plan, angles = _plan(
         arrays, ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
-    return _attention(plan, tuple(x[:, None] for x in arrays), *angles)
+    return _run(plan, tuple(x[:, None] for x in arrays), *angles)
 
 
 def fused_rope_attention_qkvpacked(
@@ -89,7 +89,7 @@ def fused_rope_attention_qkvpacked(
     plan, angles = _plan(
         arrays, ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
-    return _attention(plan, arrays, *angles)
+    return _run(plan, arrays, *angles)
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,8 @@ def _plan(
     max_seqlen = int(max_seqlen)
     if fuse == "auto":
         fuse = auto_fuse(arrays[0].dtype, max_seqlen)
+    if implementation == "auto" and not _have_tensor_cores():
+        implementation = "reference"
     scale = arrays[0].shape[-1] ** -0.5 if scale is None else float(scale)
     return _Plan(max_seqlen, scale, fuse, implementation), (cos, sin, cu_seqlens)
 
@@ -146,9 +148,7 @@ def _attention(
         reference = functools.partial(_reference, plan)
         kernel = functools.partial(_kernel, plan, False)
         interpreted = functools.partial(_kernel, plan, True)
-        if plan.implementation == "reference" or (
-            plan.implementation == "auto" and not _have_tensor_cores()
-        ):
+        if plan.implementation == "reference":
             return reference(*arguments)
         if plan.implementation == "auto":
             return jax.lax.platform_dependent(*arguments, cuda=kernel, default=reference)
@@ -176,6 +176,8 @@ def _backward(plan: _Plan, arguments: tuple, grad: jax.Array) -> tuple:
 
 
 _attention.defvjp(_forward, _backward)
+# Outside of any jit it would be traced and compiled anew at each call.
+_run = jax.jit(_attention, static_argnums=0)
 
 
 def _reference(

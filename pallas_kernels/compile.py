@@ -15,7 +15,6 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator
-from contextvars import ContextVar
 
 import jax
 from jax.experimental.pallas import triton as plgpu
@@ -23,7 +22,8 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.launch_table import Launch
 
 COMPILERS = ("triton", "xla")
-_chosen: ContextVar[str | None] = ContextVar("compiler", default=None)
+# Part of what JAX tells programs apart by: what was traced for one compiler serves no other.
+_chosen = jax.make_user_context(None)
 
 
 def compiler() -> str:
@@ -31,23 +31,20 @@ def compiler() -> str:
 
     The Triton package where it is installed and there is a GPU, else XLA.
     """
-    return _chosen.get() or _default_compiler()
+    return _chosen.value or _default_compiler()
 
 
 @contextlib.contextmanager
 def compiling_by(name: str) -> Iterator[None]:
-    """Within the context, kernels that this thread traces are compiled by one of COMPILERS.
+    """Within the context, kernels that this thread calls are compiled by one of COMPILERS.
 
     Raises:
         ValueError: it is none of them.
     """
     if name not in COMPILERS:
         raise ValueError(f"the compiler must be one of {COMPILERS}, got {name!r}")
-    token = _chosen.set(name)
-    try:
+    with _chosen(name):
         yield
-    finally:
-        _chosen.reset(token)
 
 
 @functools.cache

@@ -7,10 +7,10 @@ makes it anew.
 import contextlib
 import functools
 from collections.abc import Iterator
-from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -19,7 +19,7 @@ from pallas_kernels.launch_table import Gpu, Launch, Shape, Table, next_power_of
 
 TABLE_FILE = Path(__file__).with_name("launches.json")
 _PACKAGED = Table.read(TABLE_FILE)
-_table = ContextVar("table", default=_PACKAGED)
+_table = jax.make_user_context(_PACKAGED)  # JAX traces anew for another
 
 
 class HeadSplit(NamedTuple):
@@ -56,7 +56,7 @@ def find_launch(kernel: str, dtype: DTypeLike, head_dim: int, max_seqlen: int, r
     """How to launch a kernel, one of the table's KERNELS, on `rows` = tokens x heads."""
     operands = "single" if dtype == jnp.float32 else "half"
     shape = Shape(kernel, operands, head_dim, max_seqlen, rows)
-    return _table.get().find(gpu(), shape)
+    return _table.value.find(gpu(), shape)
 
 
 def gpu() -> Gpu | None:
@@ -74,8 +74,5 @@ def gpu() -> Gpu | None:
 @contextlib.contextmanager
 def launching_by(table: Table) -> Iterator[None]:
     """Within the context, this thread takes its launches from another table than the package's."""
-    token = _table.set(table)
-    try:
+    with _table(table):
         yield
-    finally:
-        _table.reset(token)

@@ -40,3 +40,18 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture
+def compilations():
+    """A name for each program that XLA compiles while the test runs."""
+    monitoring = pytest.importorskip("jax").monitoring
+    compiled = []
+
+    def listen(event, seconds, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(details.get("fun_name", event))
+
+    monitoring.register_event_duration_secs_listener(listen)
+    yield compiled
+    monitoring.unregister_event_duration_listener(listen)

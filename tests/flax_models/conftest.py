@@ -71,18 +71,3 @@ def hf_checkpoints(hf_model, tmp_path_factory):
     hf_model.save_pretrained(root / "whole")
     hf_model.save_pretrained(root / "sharded", max_shard_size="40KB")
     return SimpleNamespace(tower=root / "tower", whole=root / "whole", sharded=root / "sharded")
-
-
-@pytest.fixture
-def compilations():
-    """A name for each program that XLA compiles while the test runs."""
-    monitoring = pytest.importorskip("jax").monitoring
-    compiled = []
-
-    def listen(event, seconds, **details):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(details.get("fun_name", event))
-
-    monitoring.register_event_duration_secs_listener(listen)
-    yield compiled
-    monitoring.unregister_event_duration_listener(listen)

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 
 import pallas_kernels
 from pallas_kernels import launch
-from pallas_kernels.launch_table import Gpu
+from pallas_kernels.launch_table import Device, Gpu, Launch, Row, Table
 from tests.kernel_contract import STREAM, WINDOW
 
 TOKENS, HEADS, SEGMENTS = 1024, 16, 16
@@ -25,6 +25,7 @@ TOKENS, HEADS, SEGMENTS = 1024, 16, 16
 def gpu(request, monkeypatch):
     """The default's launches, and those of the GPU that is in the table."""
     monkeypatch.setattr(launch, "gpu", lambda: request.param)
+    jax.clear_caches()  # a machine's GPU never changes: nothing is traced anew for another
 
 
 def cuda_device():
@@ -91,6 +92,17 @@ def test_any_number_of_heads(heads):
 def test_where_integers_have_64_bits_by_default(fuse, max_seqlen):
     with jax.enable_x64(True):
         assert kernels(lower(fuse=fuse, max_seqlen=max_seqlen)) >= 1
+
+
+def test_another_table_for_a_while():
+    """What JAX has traced of a call serves no other table."""
+    wide = Row("window", Launch(64, 64, num_warps=8, num_stages=1), max_length=64)
+    table = Table({"default": Device(None, (wide,))})
+    before = lower(max_seqlen=64)
+    with launch.launching_by(table):
+        assert "num_warps = 8" in lower(max_seqlen=64)
+    assert "num_warps = 8" not in before
+    assert lower(max_seqlen=64) == before
 
 
 def test_packed_qkv_is_read_in_place():

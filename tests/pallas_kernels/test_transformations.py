@@ -28,10 +28,14 @@ def attention(implementation, max_seqlen):
     )
 
 
+def use_the_interpreter():
+    """From its first use on, JAX's interpreter is among what programs are told apart by."""
+    jax.jit(attention("triton", WINDOW))(*map(jnp.asarray, make_case((5,)).packed))
+
+
 @implementations
 def test_one_compilation_serves_every_cut_into_segments(implementation):
-    # From its first use on, JAX's interpreter is among what programs are told apart by.
-    jax.jit(attention(implementation, WINDOW))(*map(jnp.asarray, make_case((5,)).packed))
+    use_the_interpreter()
     attend = jax.jit(attention(implementation, WINDOW))
     for cu_seqlens in ((0, 16, 32, 32), (3, 3, 30, 40), (0, 0, 0, 0)):
         case = cut(cu_seqlens, tokens=40, head_dim=16)
@@ -39,6 +43,17 @@ def test_one_compilation_serves_every_cut_into_segments(implementation):
         if not case.padding.all():
             assert_accurate(result, case)
     assert attend._cache_size() == 1
+
+
+@implementations
+def test_calls_outside_of_jit_compile_once(implementation, compilations):
+    use_the_interpreter()
+    attend = attention(implementation, 16)
+    arguments = [jnp.asarray(x) for x in make_case((5, 11), head_dim=24).packed]
+    first = attend(*arguments)
+    compilations.clear()
+    assert_same_bits(np.array(attend(*arguments)), np.array(first))
+    assert not compilations
 
 
 def test_auto_is_a_kernel_where_there_is_a_gpu_and_else_the_reference():
@@ -62,6 +77,7 @@ def test_another_vendors_gpu_is_left_to_the_reference(monkeypatch):
 
     case = make_case((5, 9), head_dim=16)
     expected = np.array(attention("auto", 16)(*map(jnp.asarray, case.packed)))
+    jax.clear_caches()
     monkeypatch.setattr(jax, "local_devices", beside_an_amd_gpu)
     for module in (attention_module, compile_module):
         monkeypatch.setattr(module, "local_gpus", local_gpus.__wrapped__)
