@@ -43,7 +43,9 @@ class Rows(NamedTuple):
 
 def dot(a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
     """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    # Never None, which would be whatever the program around the call has products be.
+    is_single = a.dtype == jnp.float32
+    precision = jax.lax.Precision.HIGHEST if is_single else jax.lax.Precision.DEFAULT
     product = jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
     return product if acc is None else acc + product
 

@@ -94,6 +94,15 @@ def test_where_integers_have_64_bits_by_default(fuse, max_seqlen):
         assert kernels(lower(fuse=fuse, max_seqlen=max_seqlen)) >= 1
 
 
+@pytest.mark.parametrize("precision", ["highest", "TF32_TF32_F32", "BF16_BF16_F32_X3"])
+@pytest.mark.parametrize("max_seqlen", [64, STREAM])
+def test_products_are_the_kernels_own_choice(max_seqlen, precision):
+    """A program may ask for other products by default: split or in fp32, bf16 ones take longer."""
+    expected = lower(max_seqlen=max_seqlen)
+    with jax.default_matmul_precision(precision):
+        assert lower(max_seqlen=max_seqlen) == expected
+
+
 def test_another_table_for_a_while():
     """What JAX has traced of a call serves no other table."""
     wide = Row("window", Launch(64, 64, num_warps=8, num_stages=1), max_length=64)
