@@ -14,6 +14,14 @@ def free_memory(weight: nnx.Param) -> int | None:
     return None if limit is None else limit - statistics["bytes_in_use"]
 
 
+def home_device(weight: nnx.Param) -> jax.Device | None:
+    """The one device that a parameter is committed to; None where it may be used on any."""
+    value = weight.get_raw_value()
+    if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
+        return None
+    return value.device if value.committed and len(value.devices()) == 1 else None
+
+
 def find_device(device: jax.Device | str | None) -> jax.Device | None:
     """A device, or the first of a platform's name; None stays None, JAX's default.
 

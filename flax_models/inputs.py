@@ -1,6 +1,6 @@
 """What goes into the compiled function of a tower: patches that fill a bucket, and their layout."""
 
-import functools
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,18 @@ def pad_patches(
     return pad_rows(pixel_values, len(layout.window_order))
 
 
-@functools.lru_cache(maxsize=32)
-def layout_on_device(layout: Layout) -> Layout:
-    """A layout with its arrays on the default device; `plan_layout` returns one object per grid."""
-    with jax.ensure_compile_time_eval():  # under a caller's trace too: a tracer must not stay here
-        return jax.device_put(layout)
+_on_devices: weakref.WeakKeyDictionary[Layout, dict[jax.Device | None, Layout]]
+_on_devices = weakref.WeakKeyDictionary()
+
+
+def layout_on_device(layout: Layout, device: jax.Device | None) -> Layout:
+    """A layout with its arrays on a device; None: the default one, uncommitted.
+
+    Kept for as long as the layout is, and `plan_layout` keeps one object per grid, but no large
+    ones.
+    """
+    copies = _on_devices.setdefault(layout, {})
+    if device not in copies:
+        with jax.ensure_compile_time_eval():  # under a caller's trace: a tracer must not stay here
+            copies[device] = jax.device_put(layout, device)
+    return copies[device]

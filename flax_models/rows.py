@@ -37,21 +37,25 @@ def first_rows(array: jax.Array, rows: int) -> jax.Array:
 
     Returns:
         `array[:rows]`. Of an array on one CPU or GPU it shares the memory, all of which lives as
-        long as the result does.
+        long as the result does. That of an array on one device is committed to it, as what comes
+        through DLPack is, so that no number of rows behaves unlike another.
     """
-    if rows == array.shape[0]:
-        return array
-    if isinstance(array, jax.core.Tracer) or not _is_on_one_cpu_or_gpu(array):
+    whole = rows == array.shape[0]
+    if isinstance(array, jax.core.Tracer) or len(array.devices()) > 1:
+        return array if whole else array[:rows]
+    taken = array if whole else _through_dlpack(array, rows)
+    return taken if taken.committed else jax.device_put(taken, array.device)
+
+
+def _through_dlpack(array: jax.Array, rows: int) -> jax.Array:
+    if array.device.platform not in ("cpu", "gpu"):
         return array[:rows]
     try:
-        return jax.dlpack.from_dlpack(_FirstRows(array, rows))
+        taken = jax.dlpack.from_dlpack(_FirstRows(array, rows))
     except BufferError:
         return array[:rows]
-
-
-def _is_on_one_cpu_or_gpu(array: jax.Array) -> bool:
-    devices = array.devices()
-    return len(devices) == 1 and next(iter(devices)).platform in ("cpu", "gpu")
+    # DLPack knows a single CPU, of which JAX can make several devices.
+    return taken if taken.device == array.device else array[:rows]
 
 
 class _FirstRows:

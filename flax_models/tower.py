@@ -21,7 +21,7 @@ from flax_models.buckets import bucket_of_equal_frames, check_token_buckets, cho
 from flax_models.checkpoint import read_checkpoint
 from flax_models.compiled import compiled
 from flax_models.config import VisionConfig
-from flax_models.device import find_device, free_memory
+from flax_models.device import find_device, free_memory, home_device
 from flax_models.inputs import layout_on_device, pad_patches
 from flax_models.layout import Layout, plan_layout
 from flax_models.memory import check_memory
@@ -96,7 +96,7 @@ class VisionTower(nnx.Module):
         Returns:
             Embeddings [tokens / merge_unit, out_hidden_size] in `dtype`, in Hugging Face's order:
             image after image, in each frame after frame, in each row after row of merge units.
-            A tower with DeepStack, Qwen3-VL's, returns (embeddings, features): in a tuple the
+            They are committed to the tower's device where it lives on one. A tower with DeepStack, Qwen3-VL's, returns (embeddings, features): in a tuple the
             features of each block of `deepstack_visual_indexes`, of the embeddings' shape and
             order.
 
@@ -109,7 +109,8 @@ class VisionTower(nnx.Module):
         patches, layout = self.prepare(pixel_values, grid_thw)
         settings = (self.config, self.implementation, self.frame_attention)
         run = compiled(_encode, self, settings=settings)
-        outputs, _ = run(patches, layout_on_device(layout))
+        device = home_device(self.patch_embed.proj.weight)
+        outputs, _ = run(patches, layout_on_device(layout, device))
         return jax.tree.map(lambda output: first_rows(output, layout.num_merged), outputs)
 
     def prepare(
