@@ -96,7 +96,7 @@ class PositionTable(nnx.Module):
     def __call__(self, positions: jax.Array, frame_sizes: jax.Array) -> jax.Array:
         """Embeddings fp32 [tokens, hidden_size] of `Layout`'s arrays of these names."""
         stretched = jnp.asarray(positions).astype(jnp.float32) * (self.side - 1)
-        stretched /= jnp.maximum(frame_sizes - 1, 1)
+        stretched /= jnp.maximum(frame_sizes - 1, 1).astype(jnp.float32)
         floor = jnp.floor(stretched)
         upper_share = stretched - floor
         entries = floor.astype(jnp.int32)[..., None] + jnp.arange(2)  # [tokens, axis, lower-upper]

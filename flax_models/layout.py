@@ -19,7 +19,8 @@ from flax_models.config import VisionConfig
 from flax_models.grid import as_grid, count_frames, count_tokens, count_windows
 
 # Remembered layouts take 13 bytes a token, 21 with a table of positions, all of them at most
-# 180 MB, and as much on a device whose tower is called with them. Larger calls run for so long that planning them anew does not show.
+# 180 MB, and as much on the device of a tower that is called with them. Larger calls run for so
+# long that planning them anew does not show.
 _CACHED_LAYOUTS = 128
 _CACHED_TOKENS = 1 << 16
 

@@ -96,7 +96,8 @@ class VisionTower(nnx.Module):
         Returns:
             Embeddings [tokens / merge_unit, out_hidden_size] in `dtype`, in Hugging Face's order:
             image after image, in each frame after frame, in each row after row of merge units.
-            They are committed to the tower's device where it lives on one. A tower with DeepStack, Qwen3-VL's, returns (embeddings, features): in a tuple the
+            They are committed to the tower's device where it lives on one.
+            A tower with DeepStack, Qwen3-VL's, returns (embeddings, features): in a tuple the
             features of each block of `deepstack_visual_indexes`, of the embeddings' shape and
             order.
 
@@ -289,4 +290,4 @@ def _embed(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> jax.A
     if tower.position_table is None:
         return hidden
     learned = tower.position_table(layout.positions, layout.frame_sizes)
-    return (hidden + learned).astype(hidden.dtype)  # in fp32, rounded once
+    return (hidden.astype(jnp.float32) + learned).astype(hidden.dtype)  # rounded once

@@ -200,6 +200,14 @@ def test_a_call_under_jit_leaves_no_tracer_behind(config, tower):
     )
 
 
+def test_where_no_dtype_is_promoted_silently(config, tower):
+    grid = [(1, 4, 6)]
+    half = nnx.clone(tower)
+    nnx.update(half, jax.tree.map(lambda value: value.astype(jnp.bfloat16), nnx.state(half)))
+    with jax.numpy_dtype_promotion("strict"):
+        assert jnp.isfinite(side_by_side(half(random_patches(config, grid), grid))).all()
+
+
 def test_a_call_on_constants_under_a_jit_of_the_callers_own(config, tower):
     grid = [(1, 4, 6)]
     outside = tower(random_patches(config, grid), grid)
