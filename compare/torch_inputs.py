@@ -1,7 +1,7 @@
 """What goes into the pass of a PyTorch tower: patches, and their layout on the device."""
 
 import dataclasses
-import functools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -30,33 +30,40 @@ def patches_tensor(config: VisionConfig, pixel_values: Any, layout: Layout) -> t
     return pixel_values
 
 
-@functools.lru_cache(maxsize=32)
+# Of each layout, kept for as long as it is: `plan_layout` keeps one object per grid, but no large
+# ones. What was copied on one stream is for that stream: another would not wait for the transfer.
+_tensors: weakref.WeakKeyDictionary[Layout, dict[torch.device, Layout]]
+_tensors = weakref.WeakKeyDictionary()
+_flat: weakref.WeakKeyDictionary[Layout, dict[torch.device | torch.cuda.Stream, torch.Tensor]]
+_flat = weakref.WeakKeyDictionary()
+
+
 def layout_tensors(layout: Layout, device: torch.device) -> Layout:
-    """A layout with tensors on a device for arrays; remembered, as `plan_layout` remembers its."""
-    tensors = unflatten(layout, layout_on_device(layout, device))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # once: any stream may read them from now on
-    return tensors
+    """A layout with tensors on a device for arrays, which any stream may read."""
+    copies = _tensors.setdefault(layout, {})
+    if device not in copies:
+        tensors = unflatten(layout, layout_on_device(layout, device))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        copies[device] = tensors
+    return copies[device]
 
 
 def layout_on_device(layout: Layout, device: torch.device) -> torch.Tensor:
     """All arrays of a layout in one int32 tensor, so that a call takes one transfer and one copy.
 
-    Remembered, as `plan_layout` returns one object for each grid, but only for the current stream:
-    another tower's, for instance, would not wait for the transfer.
+    For use on the current stream.
     """
     on_gpu = device.type == "cuda"
-    return _transfer(layout, device, torch.cuda.current_stream(device) if on_gpu else None)
-
-
-@functools.lru_cache(maxsize=32)
-def _transfer(layout: Layout, device: torch.device, _: torch.cuda.Stream | None) -> torch.Tensor:
-    # On the CPU, whatever device the user has PyTorch create tensors on.
-    pinned = device.type == "cuda"
-    flat = torch.zeros(_offsets(layout)[-1], dtype=torch.int32, device="cpu", pin_memory=pinned)
-    for start, array in zip(_offsets(layout), layout_arrays(layout).values(), strict=False):
-        flat[start : start + array.size] = as_tensor(array).view(-1)
-    return flat.to(device, non_blocking=True)
+    copies = _flat.setdefault(layout, {})
+    reader = torch.cuda.current_stream(device) if on_gpu else device
+    if reader not in copies:
+        # Filled on the CPU, whatever device the user has PyTorch create tensors on.
+        flat = torch.zeros(_offsets(layout)[-1], dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        for start, array in zip(_offsets(layout), layout_arrays(layout).values(), strict=False):
+            flat[start : start + array.size] = as_tensor(array).view(-1)
+        copies[reader] = flat.to(device, non_blocking=True)
+    return copies[reader]
 
 
 def unflatten(layout: Layout, flat: torch.Tensor) -> Layout:
