@@ -167,11 +167,11 @@ def _check_agreement(path: Path | None, directory: Path | None) -> int:
 
     records = [*check_kernels(), *check_towers()]
     file.save(records)
-    failed = [record for record in records if record.passed is False]
-    if failed:
-        say(f"Agreement FAILED: {len(failed)} of {len(records)} checks, marked in the tables.")
+    outcomes = [record.passed for record in records if record.passed is not None]
+    if failed := outcomes.count(False):
+        say(f"Agreement FAILED: {failed} of {len(outcomes)} checks, marked in the tables.")
         return DISAGREES
-    say(f"Agreement holds: {len(records)} checks.")
+    say(f"Agreement holds: {len(outcomes)} checks.")
     return AGREES
 
 

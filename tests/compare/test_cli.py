@@ -4,6 +4,7 @@ import os
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def sentence(capsys):
 
 
 def test_agreement_writes_its_file_and_succeeds(agreement, tmp_path, capsys):
-    agreement["kernels"] = [passing()]
+    agreement["kernels"] = [passing(), replace(passing(), passed=None)]  # the last for comparison
     path = tmp_path / "a" / "agreement.json"
     assert cli.main(["agreement", "--json", str(path)]) == parts.AGREES
     assert results.read(path).part == "agreement"
