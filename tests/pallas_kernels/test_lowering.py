@@ -95,13 +95,33 @@ def test_where_integers_have_64_bits_by_default(fuse, max_seqlen):
         assert kernels(lower(fuse=fuse, max_seqlen=max_seqlen)) >= 1
 
 
+def equations(part):
+    """All equations of a jaxpr, or of what holds one, and of those within."""
+    if isinstance(part, list | tuple):
+        for each in part:
+            yield from equations(each)
+    part = getattr(part, "jaxpr", part)
+    for eqn in getattr(part, "eqns", ()):
+        yield eqn
+        yield from equations([*eqn.params.values()])
+
+
 @pytest.mark.parametrize("precision", ["highest", "TF32_TF32_F32", "BF16_BF16_F32_X3"])
 @pytest.mark.parametrize("max_seqlen", [64, STREAM])
 def test_products_are_the_kernels_own_choice(max_seqlen, precision):
     """A program may ask for other products by default: split or in fp32, bf16 ones take longer."""
-    expected = lower(max_seqlen=max_seqlen)
-    with jax.default_matmul_precision(precision):
-        assert lower(max_seqlen=max_seqlen) == expected
+    attend = functools.partial(
+        pallas_kernels.fused_rope_attention_qkvpacked,
+        max_seqlen=max_seqlen,
+        implementation="triton",
+    )
+    shapes = ((TOKENS, 3, HEADS, 80), jnp.bfloat16), ((TOKENS, 40), jnp.float32)
+    qkv, angles = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    cu_seqlens = jax.ShapeDtypeStruct((SEGMENTS + 1,), jnp.int32)
+    with cuda_device(), jax.default_matmul_precision(precision):
+        traced = jax.make_jaxpr(attend)(qkv, angles, angles, cu_seqlens)
+    products = [eqn for eqn in equations(traced) if eqn.primitive.name == "dot_general"]
+    assert {eqn.params["precision"] for eqn in products} == {(jax.lax.Precision.DEFAULT,) * 2}
 
 
 def test_another_table_for_a_while():
