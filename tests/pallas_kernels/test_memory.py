@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import tiles
 from tests.hostile import TOKENS, hostile_cu_seqlens, refusable
+from tests.kernel_cases import make_case
 from tests.kernel_contract import STREAM, WINDOW, cut
 from tests.pallas_kernels.adapter import COMPILER_OPTIONS, public_function
 
@@ -93,6 +94,26 @@ def test_nothing_outside_the_arrays_is_read_or_written(fuse, max_seqlen, dtype, 
         assert ((np.abs(result) <= largest) | (np.isnan(result) & may_refuse)).all()
 
     check()
+
+
+@pytest.mark.parametrize("max_seqlen", [16, STREAM])
+@pytest.mark.parametrize("length", [17, 40])
+def test_every_element_is_written_once(max_seqlen, length, monkeypatch):
+    """Also those of a segment that is longer than promised: the interpreter's memory is NaN before,
+    as what is to be written there."""
+    written = []
+
+    def store(window, tile, *, mask=None, **options):
+        elements = jnp.broadcast_to(inside(window) if mask is None else mask, tile.shape)
+        jax.debug.callback(lambda n: written.append(int(n)), elements.sum())
+        plgpu.store(window, tile, mask=mask, **options)
+
+    monkeypatch.setattr(tiles, "plgpu", SimpleNamespace(**vars(plgpu) | {"store": store}))
+    jax.clear_caches()  # of calls that nobody watched
+    case = make_case((9, length, 0, 16), head_dim=72, trailing=3, dtype="float32")
+    out = attention("qk", max_seqlen)(*map(jnp.asarray, case.separate))
+    jax.effects_barrier()
+    assert sum(written) == out.size
 
 
 def test_a_kernel_that_trusts_cu_seqlens_is_found(monkeypatch, outside):
