@@ -17,8 +17,9 @@ _TABLES = [
     json.loads((Path(__file__).parents[1] / package / "launches.json").read_text())
     for package in ("triton_kernels", "pallas_kernels")
 ]
-# Segments that begin and end anywhere in a tile, one that spans several, one after another in one.
-LENGTHS = (150, 0, 1, 70, 33)
+# Segments that begin and end anywhere in a tile, one that spans several, one after another in one,
+# and one that ends with a tile of keys.
+LENGTHS = (150, 0, 1, 70, 33, 128)
 
 
 def tiles(kernel):
