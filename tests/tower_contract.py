@@ -1,10 +1,13 @@
 """What every tower must do; the tests of each tower inherit these suites.
 
-A subclass has `load(directory, dtype, **options)`, which returns its tower, and `numpy(array)`,
-which makes an fp32 NumPy array of the tower's own. Each suite runs on every family's tower.
+A subclass has `load(directory, dtype, **options)`, which returns its tower, `numpy(array)`, which
+makes an fp32 NumPy array of the tower's own, and `module`, where the tower's class is. Each suite
+runs on every family's tower.
 """
 
+import gc
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -192,10 +195,27 @@ class TowerContract:
             tower(np.zeros((60, config.patch_dim), np.float32), grid)
 
     def test_a_million_tokens_that_do_not_fit_are_refused(self, config, tower, monkeypatch):
-        monkeypatch.setattr(self.free_memory, lambda *_: 1 << 30)
+        monkeypatch.setattr(f"{self.module}.free_memory", lambda *_: 1 << 30)
         message = r"1,048,576 tokens needs about \d\.\d GiB .* 1\.0 GiB"
         with pytest.raises(MemoryError, match=message):
             tower(np.zeros((1, config.patch_dim), np.float32), [(1024, 32, 32)])
+
+    def test_layouts_that_are_not_remembered_leave_the_device(self, config, tower, monkeypatch):
+        monkeypatch.setattr("flax_models.layout._CACHED_TOKENS", 0)
+        if hasattr(tower, "graphs"):
+            monkeypatch.setattr(tower, "graphs", None)  # a recording keeps its last one
+        made = []
+
+        def planned(*arguments):
+            layout = plan_layout(*arguments)
+            made.append(weakref.ref(layout))
+            return layout
+
+        monkeypatch.setattr(f"{self.module}.plan_layout", planned)
+        grid = GRIDS["clip"]
+        tower(random_patches(config, grid), grid)
+        gc.collect()
+        assert [layout() for layout in made] == [None]
 
     def test_missing_checkpoint(self, tmp_path):
         with pytest.raises(CheckpointError, match="nowhere"):

@@ -1,8 +1,5 @@
 """The PyTorch tower: what every tower must do, and that it is the Flax tower's twin."""
 
-import gc
-import weakref
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -26,7 +23,7 @@ from tests.tower_contract import (  # noqa: E402
 
 class TorchTower:
     array = staticmethod(torch.tensor)
-    free_memory = "compare.torch_tower.free_memory"
+    module = "compare.torch_tower"
 
     @staticmethod
     def load(directory, dtype, **options):
@@ -46,23 +43,6 @@ class TestTorchTower(TorchTower, TowerContract):
 
 class TestTorchTowerAgainstHuggingFace(TorchTower, HuggingFaceContract):
     """Equality with Hugging Face's tower."""
-
-
-def test_layouts_that_are_not_remembered_leave_the_device(config, tower, monkeypatch):
-    monkeypatch.setattr("flax_models.layout._CACHED_TOKENS", 0)
-    monkeypatch.setattr(tower, "graphs", None)  # a recording keeps its last one
-    made = []
-
-    def planned(*arguments):
-        layout = plan_layout(*arguments)
-        made.append(weakref.ref(layout))
-        return layout
-
-    monkeypatch.setattr("compare.torch_tower.plan_layout", planned)
-    grid = GRIDS["clip"]
-    tower(random_patches(config, grid), grid)
-    gc.collect()
-    assert [layout() for layout in made] == [None]
 
 
 def test_equals_the_flax_tower(config, tower, directory):

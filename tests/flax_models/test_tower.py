@@ -1,8 +1,5 @@
 """The Flax tower: what every tower must do, and what one under jax.jit must."""
 
-import gc
-import weakref
-
 import pytest
 
 jax = pytest.importorskip("jax")
@@ -40,7 +37,7 @@ from tests.tower_contract import (  # noqa: E402
 
 class FlaxTower:
     array = staticmethod(jnp.asarray)
-    free_memory = "flax_models.tower.free_memory"
+    module = "flax_models.tower"
 
     @staticmethod
     def load(directory, dtype, **options):
@@ -173,22 +170,6 @@ def test_encode_under_a_jit_of_the_callers_own(config, tower, traced_tokens):
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
     assert pooled._cache_size() == 1
     assert traced_tokens.count(bucket.tokens) == 1 + config.family.windows
-
-
-def test_layouts_that_are_not_remembered_leave_the_device(config, tower, monkeypatch):
-    monkeypatch.setattr("flax_models.layout._CACHED_TOKENS", 0)
-    made = []
-
-    def planned(*arguments):
-        layout = plan_layout(*arguments)
-        made.append(weakref.ref(layout))
-        return layout
-
-    monkeypatch.setattr("flax_models.tower.plan_layout", planned)
-    grid = GRIDS["clip"]
-    tower(random_patches(config, grid), grid)
-    gc.collect()
-    assert [layout() for layout in made] == [None]
 
 
 def test_a_call_under_jit_leaves_no_tracer_behind(config, tower):
