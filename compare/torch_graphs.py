@@ -75,8 +75,8 @@ class GraphCache:
         Returns:
             The first `layout.num_merged` rows of everything that `encode` returns.
         """
-        # Buffers made in inference mode could not be written to outside it. To leave it turns
-        # gradients on, by which the buffers would keep all that their patches were computed from.
+        # Buffers made in inference mode could not be written to outside it. Leaving it turns
+        # gradients on, and buffers would keep alive all that their patches were computed from.
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._recorder is None:
                 self._recorder = Recorder(weight.device)
@@ -122,8 +122,8 @@ class Recorder:
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                # PyTorch keeps the workspace of a stream's first product for all that follow there,
-                # and hands out one stream to many: it must not be that of no bytes.
+                # PyTorch keeps the workspace of a stream's first product for all later ones there,
+                # also for others who are given that stream: it must not be an empty one.
                 run()
             with _no_cublas_workspace():
                 with torch.cuda.stream(self._stream):

@@ -175,8 +175,8 @@ class Block(nnx.Module):
 
 
 # Streams [tokens, hidden_size] for which cuBLAS takes a kernel that waits for the stream at the end
-# of each tile: on an H200 a product takes 13 and 24 us longer with the sum than without, and
-# the norm behind it adds the stream in 7 and 12 (compare/results/nvidia-h200/flax-calls.json).
+# of each tile: on an H200 a product takes 13 and 24 us longer with the sum than without, and the
+# norm behind it adds the stream in 7 and 12 (compare/results/nvidia-h200/flax-calls.json).
 _SUMMED_IN_NORM = frozenset({(4096, 1280), (8192, 1280)})
 
 

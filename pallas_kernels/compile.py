@@ -6,8 +6,8 @@ and the L1 cache, since XLA has the driver give nearly all of it up for shared m
 (cuFuncSetCacheConfig). A window kernel waits for loads that need L1 to land in and takes up to 1.8
 times as long.
 
-The Triton package compiles the same IR, and XLA launches the result: as part of its
-CUDA graphs, like any other kernel, which need not be recorded anew at every call.
+The Triton package compiles the same IR, and XLA launches the result as part of its CUDA graphs,
+like any other kernel, which need not be recorded anew at every call.
 """
 
 import contextlib

@@ -7,28 +7,18 @@ from compare.tower_workloads import TowerWorkload, Visual
 from compare.towers import TowerImplementation
 from flax_models import VisionConfig
 
-CONFIG = VisionConfig(
-    depth=2,
-    hidden_size=32,
-    num_heads=2,
-    intermediate_size=36,
-    out_hidden_size=24,
-    fullatt_block_indexes=(1,),
-)
-
-
-QWEN2 = VisionConfig.of(
-    "qwen2_vl", depth=2, hidden_size=32, num_heads=2, intermediate_size=128, out_hidden_size=24
-)
+# Two blocks, by whose numbers tests tell layers apart.
+_SIZES = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 36,
+    "out_hidden_size": 24,
+}
+CONFIG = VisionConfig(**_SIZES, fullatt_block_indexes=(1,))
+QWEN2 = VisionConfig.of("qwen2_vl", **(_SIZES | {"intermediate_size": 128}))
 QWEN3 = VisionConfig.of(
-    "qwen3_vl",
-    depth=2,
-    hidden_size=32,
-    num_heads=2,
-    intermediate_size=36,
-    out_hidden_size=24,
-    num_position_embeddings=25,
-    deepstack_visual_indexes=(0,),
+    "qwen3_vl", **_SIZES, num_position_embeddings=25, deepstack_visual_indexes=(0,)
 )
 TOWERS = {"tower": CONFIG, "qwen2-tower": QWEN2, "qwen3-tower": QWEN3}
 
