@@ -23,15 +23,20 @@ _REPORTED_PACKAGES = (
 
 
 @functools.cache
-def has_gpu() -> bool:
-    """Whether the CUDA driver sees a GPU, asked without importing a framework."""
+def gpu_count() -> int:
+    """The number of GPUs that the CUDA driver sees, asked without importing a framework."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return False
+        return 0
     count = ctypes.c_int(0)
-    initialised = driver.cuInit(0) == 0
-    return initialised and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if found else 0
+
+
+def has_gpu() -> bool:
+    """Whether the CUDA driver sees a GPU."""
+    return gpu_count() > 0
 
 
 def configure() -> None:

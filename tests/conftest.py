@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-from compare.environment import configure, has_gpu
+from compare.environment import configure, gpu_count
 
 # Their assertions show values too.
 pytest.register_assert_rewrite("tests.tower_contract", "tests.frame_attention_contract")
@@ -33,13 +33,17 @@ settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what is marked `gpu` where there is none; a framework without CUDA: see its folder."""
-    if has_gpu():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA GPU, and the CUDA driver sees none")
+    """Skip what needs more GPUs than there are; a framework without CUDA: see its folder."""
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        needed = max((_gpus_needed(*m.args) for m in item.iter_markers("gpu")), default=0)
+        if needed > gpu_count():
+            gpus = "a CUDA GPU" if needed == 1 else f"{needed} CUDA GPUs"
+            reason = f"needs {gpus}, and the CUDA driver sees {gpu_count() or 'none'}"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _gpus_needed(count=1):
+    return count
 
 
 @pytest.fixture
