@@ -14,6 +14,7 @@ from pallas_kernels.launch import auto_fuse, find_launch, head_split, window_lim
 from pallas_kernels.launch_table import Launch
 from pallas_kernels.reference import refuse_longer, rope_attention_reference
 from pallas_kernels.rotate_kernel import rotate_kernel
+from pallas_kernels.softmax import ONLINE_LENGTH
 from pallas_kernels.stream_kernel import hoists, stream_kernel
 from pallas_kernels.window_kernel import window_kernel
 
@@ -232,7 +233,11 @@ def _kernel(
         launch = find_launch(name, v.dtype, head_dim, plan.max_seqlen, tokens * heads)
         programs = pl.cdiv(tokens, launch.block) * heads
         kernel = functools.partial(
-            stream_kernel, **static, block=launch.block, block_k=launch.block_k
+            stream_kernel,
+            **static,
+            online=plan.max_seqlen <= ONLINE_LENGTH,
+            block=launch.block,
+            block_k=launch.block_k,
         )
     shape = (tokens, 1, heads, head_dim)
     operands = q, k, v, cos, sin, cu_seqlens

@@ -20,7 +20,7 @@ from tests.kernel_cases import (
     relative_rms,
     unfused,
 )
-from tests.kernel_contract import LENGTHS, WINDOW, both_kernels, cut
+from tests.kernel_contract import LENGTHS, STREAM, WINDOW, both_kernels, cut
 
 # Interpreters are slow, and leave nothing to chance.
 RUNS = 50 if has_gpu() else 3
@@ -41,11 +41,16 @@ def products_as_written(case, spoil):
     )
 
 
-def logits_of_1e4(q, k, v, first):
-    # Multiples of a half: fp32 sums of their products are exact in any order, so that what differs
-    # is what is done to the sums.
-    for x in (q, k):
+def to_halves(*arrays):
+    """Round to multiples of a half: fp32 sums of their products are exact in any order, so that
+    what differs is what is done to the sums.
+    """
+    for x in arrays:
         x[:] = np.round(2 * x) / 2
+
+
+def logits_of_1e4(q, k, v, first):
+    to_halves(q, k)
     q[..., 0], k[..., 0] = 256, 348
 
 
@@ -78,8 +83,26 @@ EXTREMES = (
 
 def all_near_the_largest_of_fp16(q, k, v, first):
     values_near_the_largest_of_fp16(q, k, v, first)
-    q[..., 0], k[..., 0] = 60000, 0
+    # Of every query another multiple of 32, so that the logits' own rounding goes either way.
+    q[..., 0], k[..., 0] = 60000 - 512 * np.arange(len(q))[:, None], 0
     k[first, :, 0] = 60000
+
+
+def late_logits(case, above, rows):
+    """The case with all but the first 128 keys' logits about `above` higher, for some query rows.
+
+    The stream kernel subtracts from a row's logits the largest among a segment's first keys.
+    """
+    scale = case.qkv.shape[-1] ** -0.5
+
+    def spoil(q, k, v, first):
+        q[..., 0], k[..., 0] = 0, 0
+        q[rows, :, 0] = 16
+        for start, end in case.segments:
+            k[start + 128 : end, :, 0] = above / (16 * scale)
+        to_halves(q, k)
+
+    return products_as_written(case, spoil)
 
 
 class StressContract:
@@ -98,12 +121,29 @@ class StressContract:
 
     def check_extreme(self, extreme, dtype, max_seqlen):
         case = make_case((32, 20), head_dim=80, heads=1, dtype=dtype)
-        case = products_as_written(case, extreme)
+        self.check_accuracy(products_as_written(case, extreme), max_seqlen)
+
+    def check_accuracy(self, case, max_seqlen):
         expected = exact(case)
         error = relative_rms(self.attention(case, max_seqlen=max_seqlen), expected)
         # An error below a rounding of the result counts as none: unfused has none by chance.
-        rounding = {"bfloat16": 2**-9, "float16": 2**-12, "float32": 2**-25}[dtype]
-        assert error <= 2 * max(relative_rms(unfused(case), expected), rounding), extreme
+        rounding = {"bfloat16": 2**-9, "float16": 2**-12, "float32": 2**-25}[case.qkv.dtype.name]
+        assert error <= 2 * max(relative_rms(unfused(case), expected), rounding)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("above", [14, 60, 1e4])
+    def test_later_logits_far_above_the_first(self, dtype, above):
+        """Beyond what fp16 holds, beyond where fp32 is exact, and beyond all."""
+        case = make_case((170, 150), head_dim=16, heads=1, dtype=dtype)
+        self.check_accuracy(late_logits(case, above, slice(None, None, 3)), STREAM)
+
+    @pytest.mark.parametrize("column", [0, -1])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_large_values_beside_late_logits(self, dtype, column):
+        """Weighed by the first keys' measure their sums would overflow."""
+        case = late_logits(make_case((170,), head_dim=24, heads=1, dtype=dtype), 40, slice(None))
+        case.qkv[:, 2, :, column] *= 1e34
+        self.check_accuracy(case, STREAM)
 
     # ---- the same bits ----
 
@@ -138,11 +178,15 @@ class StressContract:
         moved = self.attention(among, max_seqlen=max_seqlen)[start:end]
         assert_same_bits(moved, self.attention(alone, max_seqlen=max_seqlen)[:length])
 
-    def test_a_long_segment_gives_the_same_bits_wherever_it_stands(self):
+    @pytest.mark.parametrize("late", [False, True])
+    @pytest.mark.parametrize("max_seqlen", [150, STREAM])
+    def test_a_long_segment_gives_the_same_bits_wherever_it_stands(self, max_seqlen, late):
         alone = make_case([150], head_dim=16)
+        if late:  # whichever rows share a tile
+            alone = late_logits(alone, 200, [0, 60, 61, 149])
         among = make_case((5, 32, 150, 1), head_dim=16, leading=3, trailing=11, seed=1)
         start, end = among.segments[2]
         for whole, part in zip(among.packed[:3], alone.packed[:3], strict=True):
             whole[start:end] = part
-        together = self.attention(among, max_seqlen=150)[start:end]
-        assert_same_bits(together, self.attention(alone, max_seqlen=150))
+        together = self.attention(among, max_seqlen=max_seqlen)[start:end]
+        assert_same_bits(together, self.attention(alone, max_seqlen=max_seqlen))

@@ -1,0 +1,185 @@
+"""Softmax over a segment's keys, block by block: what the stream kernel does with one segment.
+
+A row's softmax is the same whatever is subtracted from its logits, as long as the exponentials fit
+into their formats. So from all of a row's logits the largest among the segment's first block of
+keys is subtracted: no other block needs its own maximum, nor the sums a new scale (FlashDecoding++,
+https://arxiv.org/abs/2311.01282). A row that this does not fit, its later logits being far larger,
+is computed again, by online softmax, whose maximum runs along.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.tiles import (
+    Head,
+    Ref,
+    Rows,
+    Scalar,
+    dot,
+    exp2,
+    load_angles,
+    load_columns,
+    load_rotary,
+    rotary_tile,
+)
+
+# Of each query row over all keys: the sum of the probabilities, and of V by these [block, main] and
+# [block, tail] (None where there is no tail).
+Sums = tuple[jax.Array, jax.Array, jax.Array | None]
+
+# Longest segment for which online softmax is faster from the first: of few blocks of keys, finding
+# what to subtract takes longer than it spares.
+ONLINE_LENGTH = 512
+
+# Sums of a row that are kept apart until its last key: a tile's columns PARTS apart lie in one
+# thread's registers, and adding those up takes no exchange between threads. PARTS divides every
+# key tile, of which products want 16 columns at least.
+PARTS = 8
+
+
+def visit_segment(
+    k_head: Head, v_head: Head, cos_ref: Ref, sin_ref: Ref, scale_log2: float,
+    q: jax.Array, q_tail: jax.Array | None,
+    # the segment's first key, and how many it has
+    start: Scalar, keys: Scalar,
+    *,
+    main: int, tail: int, rotate_k: bool, block_k: int, online: bool, interpreted: bool,
+) -> Sums:  # fmt: skip
+    """A segment's keys: the sums of their probabilities, and of V by these, for all query rows."""
+    block = q.shape[0]
+    key_rows = jnp.arange(block_k, dtype=jnp.int32)
+    row_max = jnp.full((block,), -jnp.inf, jnp.float32)
+    row_sums = jnp.zeros((block, PARTS), jnp.float32)
+    acc = jnp.zeros((block, main), jnp.float32)
+    acc_tail = jnp.zeros((block, tail), jnp.float32) if tail > 0 else None
+    first_rows = Rows(start, block_k, key_rows < keys)
+    if not online:
+        logits = key_logits(
+            k_head, cos_ref, sin_ref, first_rows, q, q_tail, None,
+            main=main, tail=tail, rotate_k=rotate_k,
+        )  # fmt: skip
+        row_max = jnp.max(logits, axis=1)
+
+    visit = functools.partial(
+        visit_keys, k_head, v_head, cos_ref, sin_ref, scale_log2, q, q_tail,
+        main=main, tail=tail, rotate_k=rotate_k, online=online, interpreted=interpreted,
+    )  # fmt: skip
+    tail_product = functools.partial(
+        add_tail_product, None, k_head, cos_ref, sin_ref, q_tail=q_tail,
+        main=main, tail=tail, rotate_k=rotate_k,
+    )  # fmt: skip
+    # The product of the tail's columns is computed a block of keys ahead: issued behind those with
+    # V, it is there when the next block's logits start from it. Small tiles, more of whose programs
+    # share a multiprocessor, lose by that, and rotating K takes the registers that it needs.
+    ahead = tail > 0 and block > 64 and not rotate_k
+
+    def visit_whole(_: Scalar, carried: tuple) -> tuple:
+        first_key, tail_logits, state = carried
+        state = visit(Rows(first_key, block_k, None), tail_logits, state)
+        first_key += block_k
+        if ahead:
+            rest = start + keys - first_key
+            tail_logits = tail_product(Rows(first_key, block_k, key_rows < rest))
+        return first_key, tail_logits, state
+
+    # Whole blocks of keys need no mask; what is left over is one block more. The loop carries its
+    # first key as the twin's does its pointers: that takes fewer instructions than counting blocks,
+    # or than taking the last block's first key from the loop.
+    whole, rest = keys // block_k, keys % block_k
+    tail_logits = tail_product(first_rows) if ahead else None
+    state = (row_max, row_sums, acc, acc_tail)
+    _, _, state = jax.lax.fori_loop(0, whole, visit_whole, (start, tail_logits, state))
+    last = Rows(start + whole * block_k, block_k, key_rows < rest)
+    _, row_sums, acc, acc_tail = jax.lax.cond(
+        rest > 0, lambda state: visit(last, None, state), lambda state: state, state
+    )
+    return jnp.sum(row_sums, axis=1), acc, acc_tail
+
+
+def visit_keys(
+    k_head: Head, v_head: Head, cos_ref: Ref, sin_ref: Ref, scale_log2: float,
+    # the query tile, the rows of the key tile, the tail columns' part of the logits (None: not
+    # computed ahead); what is subtracted from each row's logits, and the sums so far
+    q: jax.Array, q_tail: jax.Array | None, rows: Rows, tail_logits: jax.Array | None, state: tuple,
+    *,
+    main: int, tail: int, rotate_k: bool, online: bool, interpreted: bool,
+) -> tuple:  # fmt: skip
+    """Add one block of keys to the sums."""
+    head_dim = k_head.ref.shape[-1]
+    row_max, row_sums, acc, acc_tail = state
+    # V first: see window_kernel.
+    v = load_columns(v_head, rows, 0, main, head_dim)  # [block_k, main]
+    if tail > 0:
+        v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block_k, tail]
+    logits = key_logits(
+        k_head, cos_ref, sin_ref, rows, q, q_tail, tail_logits,
+        main=main, tail=tail, rotate_k=rotate_k,
+    )  # fmt: skip
+
+    if online:
+        new_max = jnp.maximum(row_max, jnp.max(logits, axis=1))
+        p = exp2((logits - new_max[:, None]) * scale_log2, interpreted)
+        decay = exp2((row_max - new_max) * scale_log2, interpreted)[:, None]
+        row_max, row_sums, acc = new_max, row_sums * decay, acc * decay
+        if tail > 0:
+            acc_tail = acc_tail * decay
+    else:
+        # One multiply-add: what the second product's rounding does is done to a row's sums alike.
+        p = exp2(logits * scale_log2 - (row_max * scale_log2)[:, None], interpreted)
+    parts = p.reshape(p.shape[0], p.shape[1] // PARTS, PARTS)
+    row_sums += jnp.sum(parts, axis=1)
+    p = p.astype(v.dtype)
+
+    acc = dot(p, v, acc)
+    if tail > 0:
+        acc_tail = dot(p, v_tail, acc_tail)
+    return row_max, row_sums, acc, acc_tail
+
+
+def key_logits(
+    k_head: Head, cos_ref: Ref, sin_ref: Ref, rows: Rows,
+    q: jax.Array, q_tail: jax.Array | None, tail_logits: jax.Array | None,
+    *,
+    main: int, tail: int, rotate_k: bool,
+) -> jax.Array:  # fmt: skip
+    """The logits of one block of keys [block, block_k], not scaled; -inf where there is no key."""
+    head_dim, rotary_dim = k_head.ref.shape[-1], 2 * cos_ref.shape[1]
+    cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
+    k = load_rotary(k_head, rows, 0, main, head_dim, rotary_dim, rotate_k)
+    k = rotary_tile(k, cos, sin, rotate_k)  # [block_k, main]
+    logits = dot(q, k.T, tail_logits)
+    if tail > 0 and tail_logits is None:
+        logits = add_tail_product(
+            logits, k_head, cos_ref, sin_ref, rows, q_tail, main=main, tail=tail, rotate_k=rotate_k
+        )
+    return logits if rows.mask is None else jnp.where(rows.mask[None, :], logits, -jnp.inf)
+
+
+def add_tail_product(
+    logits: jax.Array | None, k_head: Head, cos_ref: Ref, sin_ref: Ref, rows: Rows,
+    q_tail: jax.Array,
+    *,
+    main: int, tail: int, rotate_k: bool,
+) -> jax.Array:  # fmt: skip
+    """The tail columns' part of the logits [block, block_k], added to the others' (None: alone)."""
+    head_dim, rotary_dim = k_head.ref.shape[-1], 2 * cos_ref.shape[1]
+    cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
+    k_tail = load_rotary(k_head, rows, main, tail, head_dim, rotary_dim, rotate_k)
+    k_tail = rotary_tile(k_tail, cos, sin, rotate_k)  # [block_k, tail]
+    return dot(q_tail, k_tail.T, logits)
+
+
+def sums_fit(sums: Sums, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Rows whose first maximum, which counts 1 in the sum, suits all their logits.
+
+    Probabilities beyond fp16's range are no numbers in fp16, and in fp32 the larger a logit is the
+    less exact is its exponential; for bf16, which has fp32's range, it is exact enough all over.
+    """
+    limit = 2.0**100 if dtype == jnp.bfloat16 else 2.0**15
+    row_sum, acc, acc_tail = sums
+    finite = jnp.sum(acc * 0.0, axis=1) == 0.0
+    if acc_tail is not None:
+        finite &= jnp.sum(acc_tail * 0.0, axis=1) == 0.0
+    return finite & (row_sum > 0.5) & (row_sum < limit)

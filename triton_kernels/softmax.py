@@ -1,0 +1,177 @@
+"""Softmax over a segment's keys, block by block: what the stream kernel does with one segment.
+
+A row's softmax is the same whatever is subtracted from its logits, as long as the exponentials fit
+into their formats. So from all of a row's logits the largest among the segment's first block of
+keys is subtracted: no other block needs its own maximum, nor the sums a new scale (FlashDecoding++,
+https://arxiv.org/abs/2311.01282). A row that this does not fit, its later logits being far larger,
+is computed again, by online softmax, whose maximum runs along.
+"""
+
+import triton
+import triton.language as tl
+
+from triton_kernels.tiles import cast, dot, load_angles, load_columns, load_rotary, rotary_tile
+
+# Longest segment for which online softmax is faster from the first: of few blocks of keys, finding
+# what to subtract takes longer than it spares.
+ONLINE_LENGTH = 512
+
+# Sums of a row that are kept apart until its last key: a tile's columns PARTS apart lie in one
+# thread's registers, and adding those up takes no exchange between threads. PARTS divides every
+# key tile, of which products want 16 columns at least.
+PARTS: tl.constexpr = tl.constexpr(8)
+
+
+@triton.jit
+def visit_segment(
+    # the head's K and V, and the angles, from their first token on
+    k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
+    # the segment's first key, and how many it has
+    start, keys,
+    q, q_tail,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    ROTATE_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr,
+):  # fmt: skip
+    """A segment's keys: the sums of their probabilities, and of V by these, for all query rows."""
+    BLOCK: tl.constexpr = q.shape[0]
+    key_rows = tl.arange(0, BLOCK_K)
+    first_key = start.to(tl.int64)
+    k_ptr, v_ptr = k_ptr + first_key * k_stride, v_ptr + first_key * v_stride
+    cos_ptr, sin_ptr = cos_ptr + first_key * angle_stride, sin_ptr + first_key * angle_stride
+    k_step = k_stride.to(tl.int64) * BLOCK_K
+    v_step = v_stride.to(tl.int64) * BLOCK_K
+    angle_step = angle_stride.to(tl.int64) * BLOCK_K
+    row_max = tl.full([BLOCK], -float("inf"), tl.float32)
+    row_sums = tl.zeros([BLOCK, PARTS], tl.float32)
+    acc = tl.zeros([BLOCK, MAIN], tl.float32)
+    acc_tail = tl.zeros([BLOCK, TAIL if TAIL > 0 else 1], tl.float32)
+    if not ONLINE:
+        logits = key_logits(
+            k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, key_rows, key_rows < keys,
+            q, q_tail, None,
+            HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+        )  # fmt: skip
+        row_max = tl.max(logits, 1)
+
+    # The product of the tail's columns is computed a block of keys ahead: issued behind those with
+    # V, it is there when the next block's logits start from it. Small tiles, more of whose programs
+    # share a multiprocessor, lose by that, and rotating K takes the registers that it needs.
+    AHEAD: tl.constexpr = TAIL > 0 and BLOCK > 64 and not ROTATE_K
+    if AHEAD:
+        tail_logits = add_tail_product(
+            None, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, key_rows, key_rows < keys,
+            q_tail,
+            HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+        )  # fmt: skip
+    # Whole blocks of keys need no mask; what is left over is one block more.
+    whole = keys // BLOCK_K * BLOCK_K
+    for key in range(0, whole, BLOCK_K):
+        row_max, row_sums, acc, acc_tail = visit_keys(
+            k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
+            key_rows, None,
+            q, q_tail, tail_logits if AHEAD else None, row_max, row_sums, acc, acc_tail,
+            HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, ONLINE,
+        )  # fmt: skip
+        k_ptr += k_step
+        v_ptr += v_step
+        cos_ptr += angle_step
+        sin_ptr += angle_step
+        if AHEAD:
+            tail_logits = add_tail_product(
+                None, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride,
+                key_rows, key_rows < keys - BLOCK_K - key, q_tail,
+                HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+            )  # fmt: skip
+    if whole < keys:
+        row_max, row_sums, acc, acc_tail = visit_keys(
+            k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
+            key_rows, key_rows < keys - whole,
+            q, q_tail, None, row_max, row_sums, acc, acc_tail,
+            HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, ONLINE,
+        )  # fmt: skip
+    return tl.sum(row_sums, 1), acc, acc_tail
+
+
+@triton.jit
+def visit_keys(
+    k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
+    # the rows of the key tile from those pointers on, and which of them are keys (None: all)
+    rows, mask,
+    # the query tile, its tail columns' product with the key tile's (None: not computed ahead), what
+    # is subtracted from each row's logits, and the sums so far
+    q, q_tail, tail_logits, row_max, row_sums, acc, acc_tail,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    ROTATE_K: tl.constexpr, ONLINE: tl.constexpr,
+):  # fmt: skip
+    """Add one block of keys to the sums."""
+    # V first: see window_kernel.
+    v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK_K, MAIN]
+    if TAIL > 0:
+        v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)  # [BLOCK_K, TAIL]
+    logits = key_logits(
+        k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask, q, q_tail, tail_logits,
+        HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+    )  # fmt: skip
+
+    if ONLINE:
+        new_max = tl.maximum(row_max, tl.max(logits, 1))
+        p = tl.exp2((logits - new_max[:, None]) * scale_log2)
+        decay = tl.exp2((row_max - new_max) * scale_log2)[:, None]
+        row_max, row_sums, acc, acc_tail = new_max, row_sums * decay, acc * decay, acc_tail * decay
+    else:
+        # One multiply-add: what the second product's rounding does is done to a row's sums alike.
+        p = tl.exp2(logits * scale_log2 - (row_max * scale_log2)[:, None])
+    parts = tl.reshape(p, [p.shape[0], p.shape[1] // PARTS, PARTS])
+    row_sums += tl.sum(parts, 1)
+    p = cast(p, v.dtype)
+
+    acc = dot(p, v, acc)
+    if TAIL > 0:
+        acc_tail = dot(p, v_tail, acc_tail)
+    return row_max, row_sums, acc, acc_tail
+
+
+@triton.jit
+def key_logits(
+    k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask, q, q_tail, tail_logits,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    ROTATE_K: tl.constexpr,
+):  # fmt: skip
+    """The logits of one block of keys [BLOCK, BLOCK_K], not scaled; -inf where there is no key."""
+    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
+    k = load_rotary(k_ptr, k_stride, rows, mask, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K)
+    k = rotary_tile(k, cos, sin, ROTATE_K)  # [BLOCK_K, MAIN]
+    logits = dot(q, tl.trans(k), tail_logits)
+    if TAIL > 0 and tail_logits is None:
+        logits = add_tail_product(
+            logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask, q_tail,
+            HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+        )  # fmt: skip
+    return logits if mask is None else tl.where(mask[None, :], logits, -float("inf"))
+
+
+@triton.jit
+def add_tail_product(
+    logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask, q_tail,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    ROTATE_K: tl.constexpr,
+):  # fmt: skip
+    """The tail columns' part of the logits [BLOCK, BLOCK_K], added to the others' (None: alone)."""
+    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
+    k_tail = load_rotary(k_ptr, k_stride, rows, mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K)
+    k_tail = rotary_tile(k_tail, cos, sin, ROTATE_K)  # [BLOCK_K, TAIL]
+    return dot(q_tail, tl.trans(k_tail), logits)
+
+
+@triton.jit
+def sums_fit(row_sum, acc, acc_tail, dtype: tl.constexpr, TAIL: tl.constexpr):
+    """Rows whose first maximum, which counts 1 in the sum, suits all their logits.
+
+    Probabilities beyond fp16's range are no numbers in fp16, and in fp32 the larger a logit is the
+    less exact is its exponential; for bf16, which has fp32's range, it is exact enough all over.
+    """
+    LIMIT: tl.constexpr = 2.0**100 if dtype == tl.bfloat16 else 2.0**15
+    finite = tl.sum(acc * 0.0, 1) == 0.0
+    if TAIL > 0:
+        finite = finite & (tl.sum(acc_tail * 0.0, 1) == 0.0)
+    return finite & (row_sum > 0.5) & (row_sum < LIMIT)
