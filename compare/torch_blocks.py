@@ -4,8 +4,6 @@ What differs between families is `config.family`'s. Every layer takes and return
 [tokens, channels] in the tower's dtype. Parameters are named as `tower_weights` names them.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -98,14 +96,18 @@ class GatedMLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(1.702 * x)
+def _quick_gelu(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    y = linear(x)
+    return y * torch.sigmoid(1.702 * y)
 
 
-_ACTIVATIONS = {
-    "quick_gelu": _quick_gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
+def _gelu_tanh(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    if x.is_cuda:  # cuBLAS applies it to the product; on a CPU the operator is the exact GELU
+        return torch._addmm_activation(linear.bias, x, linear.weight.t(), use_gelu=True)
+    return F.gelu(linear(x), approximate="tanh")
+
+
+_ACTIVATED = {"quick_gelu": _quick_gelu, "gelu_pytorch_tanh": _gelu_tanh}
 
 
 class MLP(nn.Module):
@@ -119,7 +121,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(width, config.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(_ACTIVATIONS[self.activation](self.up(x)))
+        return self.down(_ACTIVATED[self.activation](self.up, x))
 
 
 class Block(nn.Module):
