@@ -82,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
             "--workload",
             action="append",
             metavar="NAME",
-            help="measure on this workload only; may be given several times",
+            help="measure on this workload only; may be given several times. Without --json or "
+            "--results nothing is kept then, so that the file of a whole run stays",
         )
     trust = _add_part(subparsers, "trust", parts.run_trust, "put kernels and towers under stress")
     trust.add_argument(

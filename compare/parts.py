@@ -55,7 +55,7 @@ def run_kernels(options: Namespace) -> int:
     from compare.rotation import ROTATION_WORKLOADS, bench_rotation
 
     chosen = choose(KERNEL_WORKLOADS | ROTATION_WORKLOADS, options.workload)
-    file = _benchmark_file(options)
+    file = _benchmark_file(options, whole=not options.workload)
     from compare.kernel_bench import bench_kernels
 
     records, ceilings = bench_kernels([w for w in chosen if w.name in KERNEL_WORKLOADS])
@@ -98,7 +98,7 @@ def run_tune(options: Namespace) -> int:
 def run_towers(options: Namespace) -> int:
     """Time the towers and Hugging Face's."""
     workloads = choose(TOWER_WORKLOADS, options.workload)
-    file = _benchmark_file(options)
+    file = _benchmark_file(options, whole=not options.workload)
     from compare.tower_bench import bench_towers
 
     return _keep(file, *bench_towers(workloads))
@@ -107,7 +107,7 @@ def run_towers(options: Namespace) -> int:
 def run_integration(options: Namespace) -> int:
     """Time Hugging Face's tower with and without accelerate."""
     workloads = choose(INTEGRATION_WORKLOADS, options.workload)
-    file = _benchmark_file(options)
+    file = _benchmark_file(options, whole=not options.workload)
     from compare.integration import bench_integration
 
     return _keep(file, *bench_integration(workloads))
@@ -187,10 +187,15 @@ def _keep(file: _ResultFile, records: list[Record], ceilings: "Ceilings") -> int
     return AGREES
 
 
-def _benchmark_file(options: Namespace) -> _ResultFile:
+def _benchmark_file(options: Namespace, whole: bool = True) -> _ResultFile:
+    """As `_result_file`; what is not the whole part must not take a whole one's place unasked."""
     if not environment.has_gpu():
         raise InputError(f"{options.part} measures on a CUDA GPU, and this machine has none")
-    return _result_file(options.part, options.json, options.results)
+    if whole or options.json or options.results:
+        return _result_file(options.part, options.json, options.results)
+    _check_pytorch()
+    say("Results of some workloads alone are not kept, unless --json or --results says where.")
+    return _ResultFile(options.part, None)
 
 
 def _result_file(part: str, path: Path | None, directory: Path | None) -> _ResultFile:

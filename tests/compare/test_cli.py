@@ -36,6 +36,29 @@ def agreement(monkeypatch):
     return found
 
 
+@pytest.fixture
+def gpu_benchmarks(monkeypatch, tmp_path):
+    """Stand-ins for a GPU and its benchmarks, which find one record; gives where results go."""
+
+    def find(record):
+        found = [record], Ceilings(4e12, 4e12, 8e14)
+        for benchmark in (
+            "compare.kernel_bench.bench_kernels",
+            "compare.fusion.measure_fusion",
+            "compare.tower_bench.bench_towers",
+            "compare.integration.bench_integration",
+        ):
+            monkeypatch.setattr(benchmark, lambda *_: found)
+        monkeypatch.setattr("compare.rotation.bench_rotation", lambda *_: [])
+        monkeypatch.setattr(environment, "has_gpu", lambda: True)
+        monkeypatch.setattr(environment, "device_name", lambda: "Imaginary GPU")
+        monkeypatch.setattr(parts, "_check_pytorch", lambda: None)
+        monkeypatch.setattr(results, "DEFAULT_DIRECTORY", tmp_path / "default")
+        return tmp_path / "default"
+
+    return find
+
+
 def passing(name="triton"):
     return Record("windows-448", name, relative_rms_error=1e-3, passed=True)
 
@@ -130,23 +153,32 @@ def test_what_is_wrong_outweighs_what_could_not_be_done(monkeypatch, codes, stat
 )
 @pytest.mark.parametrize("part", ["kernels", "fusion", "towers", "integration"])
 def test_a_wrong_result_of_ours_fails_a_benchmark(
-    monkeypatch, part, ours, passed, status, tmp_path, capsys
+    gpu_benchmarks, part, ours, passed, status, tmp_path, capsys
 ):
-    found = [Record("w", "one", ours=ours, passed=passed)], Ceilings(4e12, 4e12, 8e14)
-    for benchmark in (
-        "compare.kernel_bench.bench_kernels",
-        "compare.fusion.measure_fusion",
-        "compare.tower_bench.bench_towers",
-        "compare.integration.bench_integration",
-    ):
-        monkeypatch.setattr(benchmark, lambda *_: found)
-    monkeypatch.setattr("compare.rotation.bench_rotation", lambda *_: [])
-    monkeypatch.setattr(environment, "has_gpu", lambda: True)
-    monkeypatch.setattr(parts, "_check_pytorch", lambda: None)
+    gpu_benchmarks(Record("w", "one", ours=ours, passed=passed))
     path = tmp_path / "file.json"
     assert cli.main([part, "--json", str(path)]) == status
     assert ("breaks its rule: one on w" in capsys.readouterr().out) == bool(status)
     assert len(results.read(path).records) == 1
+
+
+@pytest.mark.parametrize("part", ["kernels", "towers", "integration"])
+@pytest.mark.parametrize("asked", [[], ["--json"], ["--results"]], ids=["", "json", "results"])
+def test_a_run_on_some_workloads_leaves_the_whole_runs_file_alone(
+    gpu_benchmarks, part, asked, tmp_path, capsys
+):
+    whole = gpu_benchmarks(Record("w", "one"))
+    assert cli.main([part]) == parts.AGREES
+    before = {path: path.read_bytes() for path in whole.rglob("*.json")}
+    assert before
+    gpu_benchmarks(Record("w", "another"))
+    place = tmp_path / "mine"
+    workload = {"kernels": "windows-448", "towers": "tower-448", "integration": "integration-448"}
+    arguments = [part, "--workload", workload[part], *asked, *([str(place)] if asked else [])]
+    assert cli.main(arguments) == parts.AGREES
+    assert {path: path.read_bytes() for path in whole.rglob("*.json")} == before
+    assert place.exists() == bool(asked)
+    assert ("are not kept" in capsys.readouterr().out) == (not asked)
 
 
 @pytest.mark.parametrize(("findings", "status"), [(0, parts.AGREES), (2, parts.DISAGREES)])
