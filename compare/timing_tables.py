@@ -6,10 +6,8 @@ from compare.console import number
 from compare.families import KERNELS, OURS, RecordDict, family, ranking, size, timed
 from compare.markdown import table
 from compare.results import Results
-from compare.workloads import FRAMES_MIX, FRAMES_MIX_PARTS
+from compare.workloads import FRAME_PEERS, FRAMES_MIX, FRAMES_MIX_PARTS
 
-# Whole frames are held against these one by one.
-_FRAME_PEERS = tuple(f"in-place rope + {x}" for x in ("cuDNN SDPA", "FA2 varlen", "FA3 varlen"))
 # Whom a peer's time is set against: ours of the same framework.
 _COUNTERPART = {
     ("kernels", "torch"): "triton",
@@ -117,7 +115,8 @@ def _ratios(results: Results, workload: str) -> dict[str, str]:
         ]
         if peers and ours in times:
             found[f"fastest unfused {framework} / {ours}"] = f"{min(peers) / times[ours]:.2f}"
-    for peer in _FRAME_PEERS if family(workload).startswith("frames") else ():
+    # Whole frames are held against each library, not against the fastest alone.
+    for peer in FRAME_PEERS if family(workload).startswith("frames") else ():
         if peer in times and "triton" in times:
             found[f"{peer} / triton"] = f"{times[peer] / times['triton']:.2f}"
     if workload == FRAMES_MIX:

@@ -129,10 +129,11 @@ def _square(side: int) -> Grid:
 
 
 _KINDS: tuple[Kind, ...] = ("windows", "frames")
-# Where more shapes are measured, the strongest peers that take any of them stand for all.
+# Where more shapes are measured, the peers that are the fastest on a square image of some size
+# stand for all. cuDNN takes segments of one length, and is left out where they differ.
+_CUDNN, _FA2, _FA3 = (f"in-place rope + {x}" for x in ("cuDNN SDPA", "FA2 varlen", "FA3 varlen"))
 _JAX_PEER = "XLA rope + cuDNN (jax.nn)"
-_WINDOW_PEERS = ("torch.compile rope + FA2 varlen", _JAX_PEER)
-_FRAME_PEERS = ("in-place rope + FA2 varlen", "in-place rope + cuDNN SDPA", _JAX_PEER)
+FRAME_PEERS = (_CUDNN, _FA2, _FA3)
 
 _LANDSCAPE: Grid = ((1, 62, 90),)  # 1260 x 868 px, whose windows at the right and below are short
 _EIGHT_IMAGES: Grid = (
@@ -151,21 +152,24 @@ FRAMES_MIX_PARTS = ("frames-1344", "frames_other-forty")
 
 
 def _other_windows() -> list[KernelWorkload]:
-    large = KernelWorkload("windows_other-", "windows", _square(1344), peers=_WINDOW_PEERS)
+    peers = _CUDNN, _FA2, _JAX_PEER
+    large = KernelWorkload("windows_other-", "windows", _square(1344), peers=peers)
+    ragged = replace(large, peers=(_FA2, _JAX_PEER))
     return [
         _other(large, "1344-head72", head_dim=72),
         _other(large, "1344-fp16", dtype="float16"),
-        _other(large, "1260x868", grid_thw=_LANDSCAPE),
-        _other(large, "8-images", grid_thw=_EIGHT_IMAGES),
+        _other(ragged, "1260x868", grid_thw=_LANDSCAPE),
+        _other(ragged, "8-images", grid_thw=_EIGHT_IMAGES),
         _other(large, "16x448", grid_thw=_CLIP),
     ]
 
 
 def _other_frames() -> list[KernelWorkload]:
-    large = KernelWorkload("frames_other-", "frames", _square(1344), peers=_FRAME_PEERS)
+    peers = *FRAME_PEERS, _JAX_PEER
+    large = KernelWorkload("frames_other-", "frames", _square(1344), peers=peers)
     small = replace(large, grid_thw=_square(448))
-    # cuDNN wants segments of one length, and padded to the longest these would be mostly padding.
-    ragged = replace(large, peers=("in-place rope + FA2 varlen",))
+    # Padded to the longest, as JAX's cuDNN wants them, these would be mostly padding.
+    ragged = replace(large, peers=(_FA2, _FA3))
     return [
         _other(small, "448-head72", head_dim=72),
         _other(large, "1344-head72", head_dim=72),

@@ -71,6 +71,17 @@ def test_peers_that_a_workload_names_exist():
     assert known.issuperset(itertools.chain.from_iterable(named))
 
 
+@pytest.mark.parametrize("name", [name for name, w in KERNEL_WORKLOADS.items() if w.peers])
+def test_where_peers_are_named_the_strongest_are_among_them(name):
+    """Which library is the fastest depends on the size; a rotation in place always is."""
+    workload = KERNEL_WORKLOADS[name]
+    attentions = ["FA2 varlen"] if workload.kind == "windows" else ["FA2 varlen", "FA3 varlen"]
+    if len(set(workload.lengths.tolist())) == 1:
+        attentions.append("cuDNN SDPA")
+    of_torch = {peer for peer in workload.peers if "XLA" not in peer}
+    assert of_torch == {f"in-place rope + {attention}" for attention in attentions}
+
+
 def test_inputs_have_the_stated_shapes():
     workload = KernelWorkload("w", "windows", ((1, 10, 12), (2, 4, 4)), heads=3, head_dim=72)
     inputs = workload.inputs()
