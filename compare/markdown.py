@@ -1,4 +1,4 @@
-"""Markdown: tables, and what a report says of missing numbers and of where its numbers are from."""
+"""Markdown: tables, why numbers are missing, and where the numbers that are there come from."""
 
 from collections.abc import Sequence
 
@@ -27,13 +27,15 @@ def notes(results: Results) -> list[str]:
 
 
 def provenance(parts: Sequence[Results]) -> str:
-    """What the parts were measured on, with what and when, and the ceilings of each run."""
+    """What the parts were measured on, with what and when, the ceilings of each run, its note."""
     software: dict[str, list[str]] = {}
     for results in parts:
         packages = ", ".join(f"{name} {version}" for name, version in results.versions.items())
         used = f"{results.device}, driver {results.driver or 'unknown'}, {packages}"
         software.setdefault(used, []).append(_run(results))
-    return " ".join(f"{'; '.join(runs)}: {used}." for used, runs in software.items())
+    lines = [f"{'; '.join(runs)}: {used}." for used, runs in software.items()]
+    lines += [f"{results.part.capitalize()}: {results.note}" for results in parts if results.note]
+    return " ".join(lines)
 
 
 def _run(results: Results) -> str:

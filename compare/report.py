@@ -104,6 +104,9 @@ def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
     for folder in sorted(path for path in directory.glob("*") if path.is_dir()):
         paths = {part: folder / f"{part}.json" for part in PARTS}
         parts = {part: results.read(path) for part, path in paths.items() if path.is_file()}
+        for part, measured in parts.items():
+            if measured.part != part:
+                raise InputError(f"{paths[part]} holds results of {measured.part}, not of {part}")
         if parts:
             found[folder] = parts
     if not found:

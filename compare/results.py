@@ -1,7 +1,8 @@
 """Result files: what was measured, on what, with which versions, written whole or not at all.
 
 A file is a JSON object with `part`, `device`, `driver`, `versions`, `date`, `ceilings` and a list
-`records`, one for each implementation of each workload.
+`records`, one for each implementation of each workload. Somebody may add a `note` by hand: what
+else has to be known of the run; reports show it.
 """
 
 import json
@@ -16,8 +17,26 @@ from compare import environment
 from compare.errors import InputError
 
 DEFAULT_DIRECTORY = Path(__file__).parent / "results"
-_REQUIRED = ("device", "driver", "versions", "date", "records")
-_ALWAYS_WRITTEN = ("workload", "implementation", "median_us", "floor_us", "relative_rms_error")
+_Number = float | int | None
+_REQUIRED = {"device": str, "driver": str | None, "versions": dict, "date": str, "records": list}
+_ALWAYS_WRITTEN = {
+    "workload": str,
+    "implementation": str,
+    "median_us": _Number,
+    "floor_us": _Number,
+    "relative_rms_error": _Number,
+}
+# What reports want to know besides of every record of a part.
+_OF_PART = {
+    "fusion": {
+        "fuse": str,
+        "head_dim": int,
+        "rotary_dim": int,
+        "segment_length": int,
+        "auto": str | None,
+    },
+    "trust": {"tried": str, "cases": int, "findings": int, "passed": bool},
+}
 
 
 @dataclass(frozen=True)
@@ -83,6 +102,7 @@ class Results:
     date: str
     records: list[dict[str, Any]]
     ceilings: dict[str, float] = field(default_factory=dict)
+    note: str = ""
 
     def of(self, workload: str) -> list[dict[str, Any]]:
         """The workload's records, in the order of measurement."""
@@ -170,15 +190,22 @@ def read(path: Path) -> Results:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read results from {path}: {error}") from None
-    if not isinstance(content, dict) or (missing := set(_REQUIRED) - content.keys()):
-        wanted = ", ".join(sorted(missing)) if isinstance(content, dict) else "a JSON object"
-        raise InputError(f"{path} is no result file: it lacks {wanted}")
-    records = content["records"]
-    if not isinstance(records, list) or not all(_is_record(record) for record in records):
-        raise InputError(f"{path} is no result file: its records lack {', '.join(_ALWAYS_WRITTEN)}")
+    if not isinstance(content, dict):
+        raise InputError(f"{path} is no result file: it holds no JSON object")
+    if missing := _missing(content, _REQUIRED):
+        raise InputError(f"{path} is no result file: it lacks a valid {missing}")
     known = {name: content[name] for name in Results.__dataclass_fields__ if name in content}
-    return Results(**({"part": path.stem} | known))
+    found = Results(**({"part": path.stem} | known))
+    wanted = _ALWAYS_WRITTEN | _OF_PART.get(found.part, {})
+    for record in found.records:
+        if missing := _missing(record, wanted):
+            raise InputError(f"{path} is no result file: a record lacks a valid {missing}")
+    return found
 
 
-def _is_record(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() >= set(_ALWAYS_WRITTEN)
+def _missing(value: Any, wanted: dict[str, Any]) -> str:
+    """Names of fields that an object does not have, or of another type; empty where it has all."""
+    has = value if isinstance(value, dict) else {}
+    return ", ".join(
+        name for name, kind in wanted.items() if not isinstance(has.get(name, ...), kind)
+    )

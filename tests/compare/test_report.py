@@ -213,6 +213,24 @@ def test_no_results(tmp_path):
         report.read_devices(tmp_path)
 
 
+def test_a_file_under_another_parts_name_is_refused(tmp_path):
+    path = results.default_path("kernels", "x", tmp_path)
+    results.write(synthetic.as_results("towers", []), path)
+    with pytest.raises(InputError, match=r"kernels\.json holds results of towers, not of kernels"):
+        report.read_devices(tmp_path)
+
+
+def test_what_was_noted_of_a_run_stands_beside_its_ceilings(tmp_path):
+    """As that some of its workloads had a run, and thereby ceilings, of their own."""
+    path = results.default_path("towers", "x", tmp_path)
+    records = synthetic.timing_records(("tower",), synthetic.TOWERS)
+    noted = replace(synthetic.as_results("towers", records), note="672 px in a run of its own.")
+    results.write(noted, path)
+    text = report.write_report(tmp_path, tmp_path / "report.md").read_text()
+    assert "bf16 products 800 TFLOP/s" in text
+    assert text.endswith("Towers: 672 px in a run of its own.</sub>\n")
+
+
 def test_a_part_without_any_timing_still_makes_a_report(tmp_path):
     missing = Record("windows-448", "triton", floor_us=1.0, note="no such GPU")
     path = results.default_path("kernels", "x", tmp_path)

@@ -65,16 +65,24 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert os.listdir(tmp_path) == ["kernels.json"]
 
 
+RECORD = (
+    '[{"workload": "w", "implementation": "triton", "median_us": null, "floor_us": null, '
+    '"relative_rms_error": null}]'
+)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "cannot read results from"),
         ("{", "cannot read results from"),
-        ("[]", "is no result file: it lacks a JSON object"),
-        ('{"device": "x", "records": []}', "is no result file: it lacks date, driver, versions"),
-        (with_records("{}"), "is no result file: its records lack workload"),
-        (with_records('[{"workload": "w"}]'), "is no result file: its records lack workload"),
-        (with_records("[1]"), "is no result file: its records lack workload"),
+        ("[]", "is no result file: it holds no JSON object"),
+        ('{"device": "x", "records": []}', "it lacks a valid driver, versions, date"),
+        (with_records("[]").replace("{}", '["torch"]'), "it lacks a valid versions"),
+        (with_records("{}"), "is no result file: it lacks a valid records"),
+        (with_records('[{"workload": "w"}]'), "a record lacks a valid implementation, median_us"),
+        (with_records("[1]"), "is no result file: a record lacks a valid workload"),
+        (with_records(RECORD.replace("null", '"fast"', 1)), "a record lacks a valid median_us$"),
     ],
 )
 def test_unreadable_files(tmp_path, content, message):
@@ -82,6 +90,20 @@ def test_unreadable_files(tmp_path, content, message):
     if content is not None:
         path.write_text(content)
     with pytest.raises(InputError, match=message):
+        results.read(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "lacking"),
+    [
+        ("fusion", "fuse, head_dim, rotary_dim, segment_length, auto"),
+        ("trust", "tried, cases, findings"),
+    ],
+)
+def test_a_file_of_another_version_is_named_before_a_report_fails_on_it(tmp_path, part, lacking):
+    path = tmp_path / f"{part}.json"
+    path.write_text(with_records(RECORD))
+    with pytest.raises(InputError, match=rf"{part}\.json is no result .* lacks a valid {lacking}"):
         results.read(path)
 
 
