@@ -27,10 +27,13 @@ _FALLBACK_CACHE = 64 << 20
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call: the median of the samples, and 90th minus 10th percentile."""
+    """Microseconds a call: the median of the samples, and 90th minus 10th percentile.
+
+    The spread of a single sample is not known: None.
+    """
 
     median_us: float
-    spread_us: float
+    spread_us: float | None
     samples: int
 
     @classmethod
@@ -38,7 +41,7 @@ class Timing:
         """Summarise samples, each in microseconds a call."""
         median = statistics.median(samples_us)
         if len(samples_us) < 2:
-            return cls(median, 0.0, len(samples_us))
+            return cls(median, None, len(samples_us))
         deciles = statistics.quantiles(samples_us, n=10, method="inclusive")
         return cls(median, deciles[-1] - deciles[0], len(samples_us))
 

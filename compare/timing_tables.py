@@ -33,9 +33,10 @@ def timing_table(results: Results, workloads: Sequence[str]) -> str:
     for label, name, cells in _cells(results, workloads, "median_us"):
         records = [timed(results, workload).get(name) for workload in workloads]
         own = [record for record in records if record is not None]
-        spread = max(record.get("spread_us", 0) / record["median_us"] for record in own)
+        spreads = [r["spread_us"] / r["median_us"] for r in own if "spread_us" in r]
+        spread = f"{max(spreads):.1%}" if spreads else "–"
         error = max(record["relative_rms_error"] for record in own)
-        rows.append([label, *cells, f"{spread:.1%}", number(error)])
+        rows.append([label, *cells, spread, number(error)])
     headings = _headings(results, workloads)
     return table([family(workloads[0]), *headings, "spread", "rel. RMS error"], rows)
 

@@ -52,6 +52,7 @@ def test_calls_that_do_not_divide_evenly_give_their_mean():
     events = [DeviceEvent("kernel", start, 3000) for start in range(5)]
     timing = Profile(events, calls=2).timing()
     assert timing.samples == 1
+    assert timing.spread_us is None
     assert timing.median_us == pytest.approx(7.5)
 
 

@@ -85,6 +85,15 @@ def test_timing_table():
     assert synthetic.MISSING not in rows
 
 
+def test_a_spread_that_is_not_known_is_not_shown_as_none():
+    """As where a profiler's events do not divide evenly among the calls."""
+    times = [Record("windows-448", "pallas", median_us=5.0, relative_rms_error=3e-3)]
+    times.append(replace(times[0], workload="windows-672", spread_us=0.5))
+    measured = synthetic.as_results("kernels", times)
+    assert timing_table(measured, ["windows-448"]).endswith("| – | 3.00e-03 |")
+    assert timing_table(measured, ["windows-448", "windows-672"]).endswith("| 10.0% | 3.00e-03 |")
+
+
 def test_calls_in_a_row():
     records = synthetic.timing_records(("tower",), synthetic.TOWERS)
     measured = synthetic.as_results("towers", records)

@@ -12,7 +12,7 @@ def test_median_and_spread():
     timing = Timing.of([10.0, 11.0, 12.0, 13.0, 100.0])
     assert timing.median_us == 12
     assert timing.spread_us == pytest.approx(65.2 - 10.4)
-    assert Timing.of([5.0]) == Timing(5.0, 0.0, 1)
+    assert Timing.of([5.0]) == Timing(5.0, None, 1)
 
 
 def test_wall_time_waits_for_every_call():
