@@ -1,5 +1,6 @@
 """Result files as charts that can be read at a glance; SVG on white, labelled in place."""
 
+import io
 import itertools
 import math
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from compare.console import number
 from compare.families import OURS, RecordDict, ranking, size, timed
 from compare.fusion_table import Cell
-from compare.results import Results
+from compare.results import Results, write_text
 
 _INK, _SOFT_INK, _PEER = "#1f2937", "#6b7280", "#cbd5e1"
 _COLOURS = {
@@ -247,4 +248,6 @@ def _clean(axes: Axes) -> None:
 
 def _save(figure: Figure, path: Path) -> None:
     figure.tight_layout()
-    figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None})
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", facecolor="white", metadata={"Date": None})
+    write_text(drawn.getvalue(), path)

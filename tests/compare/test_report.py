@@ -240,6 +240,14 @@ def test_what_was_noted_of_a_run_stands_beside_its_ceilings(tmp_path):
     assert text.endswith("Towers: 672 px in a run of its own.</sub>\n")
 
 
+def test_a_chart_that_cannot_be_written_is_one_sentence_and_leaves_nothing(directory):
+    folder = directory / "imaginary-gpu"
+    (folder / "windows.svg").mkdir()
+    with pytest.raises(InputError, match=r"cannot write .*windows\.svg: Is a directory"):
+        report.write_report(directory, directory / "report.md")
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".svg"}
+
+
 def test_a_part_without_any_timing_still_makes_a_report(tmp_path):
     missing = Record("windows-448", "triton", floor_us=1.0, note="no such GPU")
     path = results.default_path("kernels", "x", tmp_path)
