@@ -2,12 +2,15 @@
 
 import ctypes
 import functools
+import hashlib
 import os
 import platform
 import re
 import subprocess
 from importlib import metadata
+from pathlib import Path
 
+FA3_LIBRARY = "FA3_LIBRARY"  # environment: path of vLLM's FA3 binary, which loads without vLLM
 _REPORTED_PACKAGES = (
     "numpy",
     "torch",
@@ -75,13 +78,20 @@ def driver_version() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Version of Python and of every package here that a result can depend on."""
+    """Version of Python and of every package here that a result can depend on.
+
+    A library that comes without a package, and so without a version, is named by its content.
+    """
     found = {"python": platform.python_version()}
     for package in _REPORTED_PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    library = Path(os.environ.get(FA3_LIBRARY, ""))
+    if library.is_file():
+        digest = hashlib.sha256(library.read_bytes()).hexdigest()
+        found["FA3"] = f"{library.name} (sha256 {digest[:12]})"
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from compare.environment import FA3_LIBRARY
 from compare.errors import UnavailableError
 from compare.implementations import KernelCall, KernelImplementation
 from compare.workloads import KernelWorkload
@@ -17,8 +18,6 @@ from compare.workloads import KernelWorkload
 Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # (q, k, v, cu_seqlens, max_seqlen) -> [tokens, heads, head_dim]
 VarlenAttention = Callable[..., torch.Tensor]
-
-FA3_LIBRARY = "FA3_LIBRARY"  # environment: path of vLLM's FA3 binary, which loads without vLLM
 
 
 def torch_peers() -> list[KernelImplementation]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from compare import peers_torch
+from compare import environment, peers_torch
 from compare.agreement import run
 from compare.environment import has_gpu
 from compare.errors import UnavailableError
@@ -79,7 +79,7 @@ def test_names_say_what_peers_are():
 
 @pytest.mark.skipif(has_gpu(), reason="the GPU's machine may have it")
 def test_a_missing_library_is_named(monkeypatch):
-    monkeypatch.delenv(peers_torch.FA3_LIBRARY, raising=False)
+    monkeypatch.delenv(environment.FA3_LIBRARY, raising=False)
     with pytest.raises(UnavailableError, match="neither flash_attn_interface nor vllm"):
         by_name(torch_peers(), "in-place rope + FA3 varlen").prepare(EQUAL)
 

@@ -126,6 +126,14 @@ def test_a_disk_without_room_is_one_sentence(tmp_path, monkeypatch):
         results.write(measured(), tmp_path / "kernels.json")
 
 
+def test_a_library_without_a_package_is_told_by_its_content(monkeypatch, tmp_path):
+    library = tmp_path / "fa3.so"
+    monkeypatch.setenv(environment.FA3_LIBRARY, str(library))
+    assert "FA3" not in environment.versions()
+    library.write_bytes(b"abc")
+    assert environment.versions()["FA3"] == "fa3.so (sha256 ba7816bf8f01)"
+
+
 def test_default_path_names_the_device(tmp_path):
     assert environment.slug("NVIDIA H200") == "nvidia-h200"
     path = results.default_path("kernels", "NVIDIA H200", tmp_path)
