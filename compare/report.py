@@ -29,6 +29,10 @@ _METHODS = {
     "`accelerate(model)` as it is, and with every block compiled by torch.compile. In brackets: "
     "share of the floor, or times as long as accelerated. Spread: 90th - 10th percentile.",
 }
+# What has to be known of one family alone.
+_REMARKS = {
+    "rotate": ' Pallas\' pass is timed within a call with `fuse="none"`, whose error stands here.',
+}
 _TITLES = {
     "windows": "Windowed attention, one layer, RoPE included",
     "frames": "Whole-frame attention, one layer, RoPE included",
@@ -164,7 +168,7 @@ def _timings(measured: Results, full: bool) -> Iterator[tuple[str, str | None, s
             texts.append(rate_table(measured, workloads))
             texts.append(group_table(measured, workloads))
             texts.append(resource_table(measured, workloads))
-        texts.append(_METHODS[measured.part])
+        texts.append(_METHODS[measured.part] + _REMARKS.get(family, ""))
         yield _title(family), f"{family}.svg", "\n\n".join(filter(None, texts))
 
 

@@ -248,6 +248,14 @@ def test_a_chart_that_cannot_be_written_is_one_sentence_and_leaves_nothing(direc
     assert {path.suffix for path in folder.iterdir()} == {".json", ".svg"}
 
 
+def test_the_rotation_says_whose_error_stands_beside_pallas(tmp_path):
+    path = results.default_path("kernels", "x", tmp_path)
+    records = synthetic.timing_records(("windows", "rotate"), synthetic.KERNELS)
+    results.write(synthetic.as_results("kernels", records), path)
+    text = report.write_report(tmp_path, tmp_path / "report.md").read_text()
+    assert text.count('a call with `fuse="none"`, whose error stands here.') == 1
+
+
 def test_a_part_without_any_timing_still_makes_a_report(tmp_path):
     missing = Record("windows-448", "triton", floor_us=1.0, note="no such GPU")
     path = results.default_path("kernels", "x", tmp_path)
