@@ -40,7 +40,7 @@ _STYLE = {
 def timing_chart(results: Results, workloads: Sequence[str], title: str, path: Path) -> None:
     """Bars of one family of workloads, one panel for each, with the floor as a line.
 
-    Of peers that differ in the rotation alone, the fastest on a workload stands there for all.
+    Peers that differ only in their rotation share a bar: that of the fastest on each workload.
 
     Args:
         results: of any part but agreement.
@@ -208,7 +208,7 @@ def _size(workload: str) -> str:
 
 
 def _bars(names: Sequence[str]) -> dict[str, list[str]]:
-    """Whom each bar stands for, from below: of "rotation + attention" all with that attention."""
+    """The implementations behind each bar, from below; those with one attention share a bar."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(name.partition(" + ")[2] or name, []).append(name)

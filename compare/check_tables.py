@@ -1,4 +1,4 @@
-"""What agreement and stress came to, as Markdown."""
+"""What agreement and stress found, as Markdown."""
 
 from collections.abc import Sequence
 

@@ -36,8 +36,8 @@ def progress(items: Sequence[Item], description: str) -> Iterator[Item]:
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table, the first column left and the others right aligned.
 
-    Where not all columns fit beside each other, several tables, each with the first column: rich
-    would cut the numbers.
+    Columns that do not fit beside each other are split over several tables, each with the first
+    column; rich would cut the numbers.
 
     Args:
         title: above the table.

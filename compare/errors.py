@@ -1,4 +1,4 @@
-"""Errors that the person at the command line can put right, and what tables say of any error."""
+"""Errors that the person at the command line can put right, and any error in one line."""
 
 
 class InputError(ValueError):

@@ -1,7 +1,8 @@
 """How much of the rotation to fuse: every way, over segment lengths and widths of a head.
 
 The grid is segment length x head_dim at about 9,216 tokens in all, in both frameworks, and partial
-rotations of a few cells. `fuse="auto"` is no fourth way: it stands for the one that its rule takes.
+rotations of a few cells. `fuse="auto"` is not timed by itself: its time is that of the way which it
+takes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,10 +72,8 @@ def measure_fusion(
         floor_us = ceilings.kernel_floor_us(workload.bytes_moved, workload.matrix_flops)
         records += [
             replace(
-                record,
+                record.beside_floor(floor_us),
                 fuse=fuse,
-                floor_us=floor_us,
-                share_of_floor=floor_us / record.median_us if record.median_us else None,
                 details={
                     "segment_length": int(workload.lengths.max()),
                     "rotary_dim": workload.rotated_dims,

@@ -1,4 +1,4 @@
-"""What the ways of fusing came to, cell by cell, from a result file's records."""
+"""The times of every way of fusing, cell by cell, from a result file's records, as tables."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

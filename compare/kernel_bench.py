@@ -1,7 +1,6 @@
 """How fast are the kernels and their strongest peers, on the named workloads of one GPU?"""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from compare import ceilings as ceilings_module
 from compare import implementations
@@ -62,15 +61,10 @@ def bench_kernels(
             if i.ours or peers is None or i.name in peers
         ]
         measured_here = measure_all(chosen, workload, description=workload.name)
-        of_workload = [_with_floor(record, floor_us) for record in measured_here]
+        of_workload = [record.beside_floor(floor_us) for record in measured_here]
         _print(workload, floor_us, of_workload)
         records += of_workload
     return records, ceilings
-
-
-def _with_floor(record: Record, floor_us: float) -> Record:
-    share = floor_us / record.median_us if record.median_us else None
-    return replace(record, floor_us=floor_us, share_of_floor=share)
 
 
 def _print(workload: KernelWorkload, floor_us: float, records: Sequence[Record]) -> None:

@@ -104,8 +104,8 @@ def measure_all(
         description: of the progress, which is not shown without one.
 
     Returns:
-        A record for each. Where a kernel has broken the GPU none has a number: what was measured on
-        workloads before is not lost.
+        A record for each. Where a kernel has broken the GPU they hold the reason instead of
+        numbers, and nothing is raised: what was measured on earlier workloads is not lost.
     """
     shown = implementations if description is None else progress(implementations, description)
     try:

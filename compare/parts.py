@@ -28,7 +28,7 @@ TUNED_KERNELS = ("window", "stream", "rotate")
 
 @dataclass(frozen=True)
 class _ResultFile:
-    """Where a part's results go; made, and thereby refused, before anything is measured.
+    """Where a part's results go. Made before anything is measured, to refuse a bad place at once.
 
     Attributes:
         part: its name.
@@ -108,9 +108,10 @@ def run_integration(options: Namespace) -> int:
     """Time Hugging Face's tower with and without accelerate."""
     workloads = choose(INTEGRATION_WORKLOADS, options.workload)
     file = _benchmark_file(options, whole=not options.workload)
-    from compare.integration import bench_integration
+    from compare.tower_bench import bench_towers
+    from compare.towers import accelerated_towers, peer_towers
 
-    return _keep(file, *bench_integration(workloads))
+    return _keep(file, *bench_towers(workloads, [*accelerated_towers(), *peer_towers()]))
 
 
 def run_trust(options: Namespace) -> int:
@@ -176,19 +177,22 @@ def _check_agreement(path: Path | None, directory: Path | None) -> int:
 
 
 def _keep(file: _ResultFile, records: list[Record], ceilings: "Ceilings") -> int:
-    """Write what was timed; a peer that is wrong has no time, ours that is wrong is a failure."""
+    """Write what was timed. A wrong peer just has no time; a wrong result of ours is a failure."""
     file.save(records, ceilings)
     failed = [
         f"{r.implementation} on {r.workload}" for r in records if r.ours and r.passed is False
     ]
     if failed:
-        say(f"The error of ours breaks its rule: {', '.join(dict.fromkeys(failed))}.")
+        say(f"An error of ours breaks its rule: {', '.join(dict.fromkeys(failed))}.")
         return DISAGREES
     return AGREES
 
 
 def _benchmark_file(options: Namespace, whole: bool = True) -> _ResultFile:
-    """As `_result_file`; what is not the whole part must not take a whole one's place unasked."""
+    """The place of a benchmark's results.
+
+    Those of some workloads alone do not take the place of a whole run's, unless a place is named.
+    """
     if not environment.has_gpu():
         raise InputError(f"{options.part} measures on a CUDA GPU, and this machine has none")
     if whole or options.json or options.results:
@@ -199,7 +203,7 @@ def _benchmark_file(options: Namespace, whole: bool = True) -> _ResultFile:
 
 
 def _result_file(part: str, path: Path | None, directory: Path | None) -> _ResultFile:
-    """Refuse what cannot work before anything is measured."""
+    """The place that is named, or else the default one; what cannot work is refused here."""
     if environment.has_gpu():
         _check_pytorch()
         directory = directory or results.DEFAULT_DIRECTORY

@@ -10,8 +10,14 @@ from compare.errors import InputError, UnavailableError
 from compare.families import families, layer_families, ranking
 from compare.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.results import Results
-from compare.timing_tables import ratio_table, row_table, timing_table
-from compare.tower_tables import group_table, rate_table, resource_table
+from compare.timing_tables import (
+    group_table,
+    rate_table,
+    ratio_table,
+    resource_table,
+    row_table,
+    timing_table,
+)
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 PARTS = ("agreement", "trust", "kernels", "fusion", "towers", "integration")

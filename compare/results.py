@@ -8,7 +8,7 @@ else has to be known of the run; reports show it.
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,11 @@ class Record:
     passed: bool | None = None
     note: str | None = None
     details: dict[str, Any] = field(default_factory=dict)
+
+    def beside_floor(self, floor_us: float) -> "Record":
+        """The record with its floor, and with its share of it where there is a timing."""
+        share = floor_us / self.median_us if self.median_us else None
+        return replace(self, floor_us=floor_us, share_of_floor=share)
 
     def to_json(self) -> dict[str, Any]:
         """The record as it is written: required fields always, others where they say something."""

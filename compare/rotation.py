@@ -46,14 +46,10 @@ def bench_rotation(workloads: Sequence[KernelWorkload], ceilings: Ceilings) -> l
         # Q and K read and written are as many bytes as attention's Q, K, V and result.
         moved = workload.bytes_moved
         for record in _measure(workload):
-            floor_us = ceilings.kernel_floor_us(moved, 0)
-            record = replace(record, floor_us=floor_us)
+            record = record.beside_floor(ceilings.kernel_floor_us(moved, 0))
             if record.median_us:
-                record = replace(
-                    record,
-                    share_of_floor=floor_us / record.median_us,
-                    details=record.details | {"bytes_per_s": moved / record.median_us * 1e6},
-                )
+                rate = {"bytes_per_s": moved / record.median_us * 1e6}
+                record = replace(record, details=record.details | rate)
             records.append(record)
     _print(records)
     return records

@@ -246,14 +246,14 @@ def _untimed(record: Record, reason: str) -> Record:
 
 def _with_rates(record: Record, workload: TowerWorkload, floor_us: float) -> Record:
     """The record beside its floor, with what it encodes in a second."""
-    if record.median_us is None or record.row_us is None:
-        return replace(record, floor_us=floor_us)
+    record = record.beside_floor(floor_us)
+    if record.row_us is None:
+        return record
     seconds = record.row_us / 1e6
     rates = {"tokens_per_s": workload.tokens / seconds}
     if workload.frames:
         rates["frames_per_s"] = workload.frames / seconds
-    share = floor_us / record.median_us
-    return replace(record, floor_us=floor_us, share_of_floor=share, details=record.details | rates)
+    return replace(record, details=record.details | rates)
 
 
 def _ms(microseconds: float | None, digits: int = 3) -> str:

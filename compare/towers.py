@@ -206,6 +206,14 @@ def peer_towers() -> list[TowerImplementation]:
     ]
 
 
+def accelerated_towers() -> list[TowerImplementation]:
+    """Hugging Face's tower after `accelerate(model)` alone, and with each block compiled too."""
+    return [
+        TowerImplementation("accelerated", _load_accelerated, ours=True),
+        TowerImplementation("accelerated, compiled", _load_compiled, ours=True),
+    ]
+
+
 def free_memory() -> None:
     """Hand back what towers that nobody holds any more have taken.
 
@@ -237,3 +245,16 @@ def _load_flax(directory: Directory, frame_attention: str = "fused") -> Tower:
 
     require_jax_gpu()
     return _JaxTower(load_vision_tower(directory, frame_attention=frame_attention))
+
+
+def _load_accelerated(directory: Directory) -> HuggingFaceTower:
+    from triton_kernels.integrations.transformers import accelerate
+
+    return HuggingFaceTower(accelerate(huggingface.load(directory, torch.bfloat16)))
+
+
+def _load_compiled(directory: Directory) -> HuggingFaceTower:
+    tower = _load_accelerated(directory)
+    for block in tower.model.blocks:
+        block.compile(dynamic=True)
+    return tower

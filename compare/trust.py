@@ -70,7 +70,7 @@ def check_trust(
     """Put kernels and towers under stress and print the table.
 
     Args:
-        seconds: most time for the calls of each tower's server, which may make fewer calls by it.
+        seconds: after which no more calls are made of a tower, however many are left.
         checks: of the kernels.
         subjects: the kernels.
         towers: default our two.

@@ -25,7 +25,7 @@ BOTH = {"window": WINDOW, "stream": STREAM}
 
 
 def hostile(subject: Subject, sizes: Sizes) -> Findings:
-    """Any int32 in cu_seqlens: nothing beside the tensors is touched, every row means something."""
+    """Any int32 in cu_seqlens: nothing outside the tensors is touched, no row holds garbage."""
     rng = np.random.default_rng(0)
     inputs = draw([37], sizes)  # no multiple of a tile's rows
     tokens = len(inputs.qkv)
@@ -73,7 +73,7 @@ def poison(subject: Subject, sizes: Sizes) -> Findings:
 
 
 def huge(subject: Subject, sizes: Sizes) -> Findings:
-    """Offsets past 2^31, one very long segment, very many, and next to nothing."""
+    """Offsets past 2^31, one very long segment, very many short ones, hardly any tokens."""
     yield from _far_offsets(subject, sizes)
 
     long = draw([sizes.long_segment], replace(sizes, head_dim=64), heads=1)

@@ -1,4 +1,4 @@
-"""Making a kernel package's table of launches anew on the GPU that is here."""
+"""Tuning: a kernel package's table of launches made anew on this machine's GPU."""
 
 import importlib
 import math
@@ -170,9 +170,9 @@ def _prepare(twin: Twin, case: Case, table: Any, workload: KernelWorkload) -> Ke
 
 
 def _choose(case: Case, tried: Sequence[Any], records: Sequence[Record]) -> Choice:
-    """The fastest launch whose error holds, or the first, which the table has, where that is near.
+    """The fastest launch whose error holds.
 
-    Where none has a time the table's entry stays.
+    The table's own, which was tried first, stays where it is nearly as fast or none has a time.
     """
     times = [r.median_us if r.median_us is not None else math.inf for r in records]
     best = min(range(len(times)), key=times.__getitem__)

@@ -1,4 +1,4 @@
-"""Compiling many kernels at once before any is timed: a compiler uses one core of many."""
+"""Compiling many kernels at once, before any is timed: one compiler keeps only one core busy."""
 
 import os
 from collections.abc import Sequence

@@ -47,7 +47,6 @@ def gpu_benchmarks(monkeypatch, tmp_path):
             "compare.kernel_bench.bench_kernels",
             "compare.fusion.measure_fusion",
             "compare.tower_bench.bench_towers",
-            "compare.integration.bench_integration",
         ):
             monkeypatch.setattr(benchmark, lambda *_: found)
         monkeypatch.setattr("compare.rotation.bench_rotation", lambda *_: [])

@@ -17,8 +17,7 @@ from compare.console import number
 from compare.errors import InputError
 from compare.families import families, size
 from compare.results import Record
-from compare.timing_tables import ratio_table, row_table, timing_table
-from compare.tower_tables import rate_table
+from compare.timing_tables import rate_table, ratio_table, row_table, timing_table
 from compare.workloads import FRAMES_MIX, FRAMES_MIX_PARTS
 from tests.compare import synthetic
 

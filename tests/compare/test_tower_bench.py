@@ -13,7 +13,6 @@ pytest.importorskip("sklearn")
 from compare import huggingface, timing, tower_bench, towers
 from compare.ceilings import Ceilings
 from compare.errors import UnavailableError
-from compare.integration import bench_integration
 from compare.tower_workloads import TowerWorkload, Visual
 from compare.towers import HuggingFaceTower
 from tests.compare.small_towers import CONFIG, failing_once, implementation, square
@@ -47,7 +46,8 @@ def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
 
 def test_the_accelerated_tower_is_timed_beside_hugging_faces(benchmark_on_cpu, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(compile_without_code))
-    records, _ = bench_integration([square(112)])
+    measured = [*towers.accelerated_towers(), *towers.peer_towers()]
+    records, _ = tower_bench.bench_towers([square(112)], measured)
     by_name = {record.implementation: record for record in records}
     for name in ("accelerated", "accelerated, compiled"):
         assert by_name[name].passed
