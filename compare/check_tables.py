@@ -61,7 +61,7 @@ def _outcome(record: RecordDict) -> str:
         return f"**{name}: {count} finding{'s' * (count != 1)}**, first: {record.get('note')}"
     if "host_growth_mib" not in record:
         return "nothing wrong"
-    host, device = (f"{record[f'{where}_growth_mib']:+.0f}" for where in ("host", "device"))
+    host, device = (f"{round(record[f'{where}_growth_mib']):+}" for where in ("host", "device"))
     return f"{name}: nothing wrong, memory {host} MiB on the host and {device} on the device"
 
 

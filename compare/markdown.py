@@ -8,7 +8,8 @@ from compare.results import Results
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, the first column left and the others right aligned."""
     rule = ["---", *["---:"] * (len(headings) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rule, *rows])
+    lines = [[cell.replace("|", r"\|") for cell in cells] for cells in [headings, rule, *rows]]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def notes(results: Results) -> list[str]:

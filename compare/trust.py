@@ -129,10 +129,12 @@ def _server_record(
 def _record(
     check: str, name: str, tried: str, cases: int, findings: Sequence[str], **details: float
 ) -> Record:
+    if not cases and not findings:
+        findings = ["no case was tried"]
     return Record(
         check,
         name,
-        passed=cases > 0 and not findings,
+        passed=not findings,
         note=findings[0] if findings else None,
         details={"tried": tried, "cases": cases, "findings": len(findings), **details},
     )

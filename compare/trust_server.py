@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from compare.console import progress
+from compare.errors import one_line
 from compare.metrics import relative_rms_error
 from compare.towers import Tower
 from flax_models import VisionConfig
@@ -82,7 +83,7 @@ def live(tower: Tower, config: VisionConfig, traffic: Traffic, seconds: float) -
         try:
             error = relative_rms_error(_call(tower, *requests[index]).cpu(), expected[index])
         except Exception as problem:  # in a server too the other calls go on
-            return f"{type(problem).__name__}: {problem}"
+            return one_line(problem)
         if error <= _TOLERANCE:
             return None
         return f"error {error:.1e} for grid {grids[index].tolist()}"

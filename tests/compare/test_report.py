@@ -16,6 +16,7 @@ from compare.check_tables import agreement_line
 from compare.console import number
 from compare.errors import InputError
 from compare.families import families, size
+from compare.markdown import table
 from compare.results import Record
 from compare.timing_tables import rate_table, ratio_table, row_table, timing_table
 from compare.workloads import FRAMES_MIX, FRAMES_MIX_PARTS
@@ -39,6 +40,10 @@ def directory(tmp_path):
 )
 def test_numbers(value, text):
     assert number(value) == text
+
+
+def test_a_bar_in_an_error_does_not_end_a_tables_cell():
+    assert table(["who", "what"], [["flax", "int | None"]]).endswith("| flax | int \\| None |")
 
 
 def test_report_links_charts_that_are_there(directory):

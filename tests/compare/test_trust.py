@@ -238,7 +238,7 @@ def test_a_call_that_fails_is_found():
 
     def fail(pixel_values, grid_thw):
         if next(calls) == 100:
-            raise RuntimeError("out of memory")
+            raise RuntimeError("out of memory\nand much more about it")
         return 2 * pixel_values
 
     assert live(fail).findings == ["RuntimeError: out of memory"]
@@ -285,9 +285,10 @@ def test_the_table_tells_cases_and_findings():
     bad = trust._record("hostile", "pallas", "anything", 10, ["row 3 is NaN", "another"])
     empty = trust._record("place", "triton", "moved", 0, [])
     server = trust._record(
-        "server", "torch", "calls", 9, [], host_growth_mib=3.2, device_growth_mib=0.0
+        "server", "torch", "calls", 9, [], host_growth_mib=3.2, device_growth_mib=-0.1
     )
     assert [good.passed, bad.passed, empty.passed] == [True, False, False]
+    assert empty.note == "no case was tried"
     table = trust_table(synthetic.as_results("trust", [good, bad, server]))
     assert "| anything | triton 1,234, pallas 10 | nothing wrong; **pallas: 2 findings**" in table
     assert "row 3 is NaN" in table
