@@ -22,18 +22,24 @@ from compare.timing_tables import (
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 PARTS = ("agreement", "trust", "kernels", "fusion", "towers", "integration")
 
+_SPREAD = (
+    "Spread: 90th - 10th percentile over the median; it and the error are the largest of a row."
+)
 _METHODS = {
     "kernels": "PyTorch's times are CUDA-graph replays, JAX's the profiler's sum of a call's "
-    "kernels without the gaps between them; inputs rotate past the L2 cache. In brackets: share of "
-    "the floor, or times as long as ours of the same framework. Spread: 90th - 10th percentile.",
+    "kernels without the gaps between them; pallas / triton is by the profiler for both. Inputs "
+    "rotate past the L2 cache. Floor: the bytes that must move at the copy bandwidth or the "
+    "products at the matrix rate, whichever takes longer. In brackets: share of the floor, or "
+    f"times as long as ours of the same framework. {_SPREAD}",
     "fusion": "Rows: framework and head_dim; columns: tokens of a segment, of about 9,216 in all. "
     "Clocks as in the kernels' tables.",
     "towers": "Wall time of whole calls, inputs on the GPU, each waited for; of calls in a row "
-    "only the last is. In brackets: share of the floor, or times as long as ours of the same "
-    "framework. Spread: 90th - 10th percentile.",
-    "integration": "Wall time of whole calls as for the towers; the first call plans for a size. "
-    "`accelerate(model)` as it is, and with every block compiled by torch.compile. In brackets: "
-    "share of the floor, or times as long as accelerated. Spread: 90th - 10th percentile.",
+    "only the last is. Floor: all products at the matrix rate and the windows' bytes at the copy "
+    "bandwidth. In brackets: share of the floor, or times as long as ours of the same framework. "
+    f"{_SPREAD}",
+    "integration": "Wall time of whole calls and floor as for the towers; the first call plans for "
+    "a size. `accelerate(model)` as it is, and with every block compiled by torch.compile. In "
+    f"brackets: share of the floor, or times as long as accelerated. {_SPREAD}",
 }
 # What has to be known of one family alone.
 _REMARKS = {
