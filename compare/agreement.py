@@ -180,7 +180,7 @@ def _print(records: Sequence[Record]) -> None:
                 fuse or "",
                 _detail(cells, "unfused_error", number),
                 *(_cell(cells.get(name)) for name in names),
-                _detail(cells, "bit_equal_share", "{:.1%}".format),
+                _detail(cells, "bit_equal_share", _share),
             ]
             for (workload, fuse), cells in rows.items()
         ],
@@ -194,6 +194,11 @@ def _cell(record: Record | None) -> str:
         return f"FAILED {record.note}"
     text = f"{number(record.relative_rms_error)} ({number(record.error_limit, 2)})"
     return text if record.passed else f"FAILED {text}"
+
+
+def _share(share: float) -> str:
+    """As per cent; 100% are all, to which nothing is rounded."""
+    return "100%" if share == 1 else f"{min(share, 0.999):.1%}"
 
 
 def _detail(cells: dict[str, Record], key: str, show: Callable[[float], str]) -> str:

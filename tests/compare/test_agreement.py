@@ -59,6 +59,16 @@ def test_our_kernels_agree(capsys):
     assert "Kernel agreement" in capsys.readouterr().out
 
 
+def test_all_but_one_element_are_not_all(capsys):
+    nearly = unfused(TINY.inputs())
+    nearly[0, 0, 0] *= 1 + 2**-7
+    assert nearly.numel() > 2000  # of which one would round away
+    check(lambda _: nearly, unfused)
+    assert "99.9%" in capsys.readouterr().out
+    check(unfused, unfused)
+    assert "100%" in capsys.readouterr().out
+
+
 def test_without_an_answer_to_judge_by_nothing_passes(monkeypatch):
     def broken(_):
         raise RuntimeError("the GPU is gone")
