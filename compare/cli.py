@@ -26,8 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; default sys.argv's.
 
     Returns:
-        The exit status: 0; 1 when something is wrong (agreement fails, stress finds something, the
-        error of what was timed breaks its rule); 2 for bad input, after one sentence on stderr.
+        The exit status: 0; 1 when something is wrong (agreement fails, stress finds something, what
+        is timed of ours fails or its error breaks its rule); 2 for bad input, after one sentence on
+        stderr.
     """
     environment.configure()
     for stream in (sys.stdout, sys.stderr):

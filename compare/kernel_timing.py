@@ -8,7 +8,7 @@ import torch
 
 from compare.arrays import from_jax, poison
 from compare.console import progress
-from compare.errors import UnavailableError, one_line
+from compare.errors import UnavailableError
 from compare.implementations import KernelImplementation
 from compare.metrics import Verdict
 from compare.profiling import Profile, profile, try_profile
@@ -77,10 +77,8 @@ def measure(
         if implementation.framework == "torch":
             return _time_torch(implementation, yardstick, blank, effort)
         return _time_jax(implementation, yardstick, blank, effort, kernel)
-    except ImportError as error:
-        return replace(blank, note=f"not installed: {one_line(error)}")
-    except Exception as error:  # a peer that fails is reported; the run goes on
-        return replace(blank, note=one_line(error))
+    except Exception as error:  # what fails is reported; the run goes on
+        return blank.failed(error)
     finally:
         torch.cuda.empty_cache()
 
@@ -112,8 +110,7 @@ def measure_all(
         yardstick = Yardstick.of(workload, inputs)
         return [measure(implementation, yardstick, effort, kernel) for implementation in shown]
     except Exception as error:
-        note = one_line(error)
-        return [replace(blank_record(each, workload), note=note) for each in implementations]
+        return [blank_record(each, workload).failed(error) for each in implementations]
 
 
 def _time_torch(

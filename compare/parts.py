@@ -177,13 +177,13 @@ def _check_agreement(path: Path | None, directory: Path | None) -> int:
 
 
 def _keep(file: _ResultFile, records: list[Record], ceilings: "Ceilings") -> int:
-    """Write what was timed. A wrong peer just has no time; a wrong result of ours is a failure."""
+    """Write what was timed; what fails of ours, or is wrong, fails the part. A peer has no time."""
     file.save(records, ceilings)
     failed = [
         f"{r.implementation} on {r.workload}" for r in records if r.ours and r.passed is False
     ]
     if failed:
-        say(f"An error of ours breaks its rule: {', '.join(dict.fromkeys(failed))}.")
+        say(f"Ours failed, or its error breaks its rule: {', '.join(dict.fromkeys(failed))}.")
         return DISAGREES
     return AGREES
 

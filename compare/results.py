@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from compare import environment
-from compare.errors import InputError
+from compare.errors import InputError, UnavailableError, one_line
 
 DEFAULT_DIRECTORY = Path(__file__).parent / "results"
 _Number = float | int | None
@@ -56,7 +56,7 @@ class Record:
         compile_s: the first call, compilation included.
         peak_memory_mib: most device memory in use, weights included.
         layer: the record's layer in a tower, from 0.
-        ours: whether what was timed is ours, where a wrong result is a failure.
+        ours: whether what was timed is ours, where a wrong result or none is a failure.
         details: further values, written beside the others.
     """
 
@@ -88,6 +88,16 @@ class Record:
         """The record with its floor, and with its share of it where there is a timing."""
         share = floor_us / self.median_us if self.median_us else None
         return replace(self, floor_us=floor_us, share_of_floor=share)
+
+    def failed(self, error: BaseException) -> "Record":
+        """The record with the reason why it has no numbers.
+
+        Ours has not passed then, unless the error says that it cannot run here.
+        """
+        missing = isinstance(error, ImportError)
+        excused = missing or isinstance(error, UnavailableError)
+        note = f"not installed: {one_line(error)}" if missing else one_line(error)
+        return replace(self, passed=False if self.ours and not excused else None, note=note)
 
     def to_json(self) -> dict[str, Any]:
         """The record as it is written: required fields always, others where they say something."""

@@ -12,7 +12,6 @@ import torch
 from compare import implementations
 from compare.ceilings import Ceilings
 from compare.console import number, print_missing, print_table, progress
-from compare.errors import one_line
 from compare.implementations import KernelCall, KernelImplementation
 from compare.kernel_timing import FULL, blank_record, measure
 from compare.results import Record
@@ -64,7 +63,7 @@ def _measure(workload: KernelWorkload) -> list[Record]:
             measure(twins[1], of_attention, FULL, kernel="rotate_kernel"),
         ]
     except Exception as error:  # after a kernel that broke the GPU: keep what is measured
-        return [replace(blank_record(twin, workload), note=one_line(error)) for twin in twins]
+        return [blank_record(twin, workload).failed(error) for twin in twins]
 
 
 def _prepare(workload: KernelWorkload) -> KernelCall:

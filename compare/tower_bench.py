@@ -13,7 +13,6 @@ from compare import ceilings as ceilings_module
 from compare import huggingface, photographs
 from compare.ceilings import Ceilings
 from compare.console import number, print_missing, print_table, progress, say
-from compare.errors import one_line
 from compare.metrics import relative_rms_error, tower_verdict
 from compare.profiling import try_profile
 from compare.results import Record
@@ -96,7 +95,7 @@ def _bench_config(
                 records += run.measure(implementation, limits)
     except Exception as error:  # nothing to judge by: keep what is measured of other families
         blanks = [blank for each in (yardstick, *towers) for blank in _blanks(each, workloads)]
-        records = [replace(blank, note=one_line(error)) for blank in blanks]
+        records = [blank.failed(error) for blank in blanks]
     by_workload = {
         workload.name: (
             workload,
@@ -160,7 +159,7 @@ class _Run:
             free_memory()  # of the tower before
             tower = implementation.load(self.directory)
         except Exception as error:
-            return [replace(blank, note=one_line(error)) for blank in blanks]
+            return [blank.failed(error) for blank in blanks]
         records = []
         for blank in blanks:
             record = replace(blank, framework=tower.framework)
@@ -173,7 +172,7 @@ class _Run:
                 yardstick = error if limits is None else limits.get(record.workload)
                 records.append(_judged(timed, error, yardstick, implementation.ours))
             except Exception as error:
-                records.append(replace(record, note=one_line(error)))
+                records.append(record.failed(error))
         times = ", ".join(f"{r.workload} {_ms(r.median_us)}" for r in records)
         say(f"{implementation.name}, ms: {times}")
         return records

@@ -13,6 +13,7 @@ import torch
 
 from compare import huggingface
 from compare.arrays import from_jax, torch_device
+from compare.errors import UnavailableError
 from compare.implementations import require_jax_gpu
 
 Directory = str | os.PathLike[str]
@@ -188,7 +189,7 @@ def library_frame_towers() -> list[TowerImplementation]:
         "flax, cuDNN frames": partial(_load_flax, frame_attention="cudnn"),
     }
     return [
-        TowerImplementation(name, load, ours=True, workloads=workloads)
+        TowerImplementation(name, partial(_if_available, load), ours=True, workloads=workloads)
         for name, load in loads.items()
     ]
 
@@ -245,6 +246,14 @@ def _load_flax(directory: Directory, frame_attention: str = "fused") -> Tower:
 
     require_jax_gpu()
     return _JaxTower(load_vision_tower(directory, frame_attention=frame_attention))
+
+
+def _if_available(load: Callable[[Directory], Tower], directory: Directory) -> Tower:
+    """A tower whose library may be missing here, which it says by a ValueError."""
+    try:
+        return load(directory)
+    except ValueError as error:
+        raise UnavailableError(str(error)) from None
 
 
 def _load_accelerated(directory: Directory) -> HuggingFaceTower:

@@ -158,7 +158,7 @@ def test_a_wrong_result_of_ours_fails_a_benchmark(
     gpu_benchmarks(Record("w", "one", ours=ours, passed=passed))
     path = tmp_path / "file.json"
     assert cli.main([part, "--json", str(path)]) == status
-    assert ("breaks its rule: one on w" in capsys.readouterr().out) == bool(status)
+    assert ("breaks its rule: one on w." in capsys.readouterr().out) == bool(status)
     assert len(json.loads(path.read_text())["records"]) == 1
 
 

@@ -131,6 +131,26 @@ def test_what_fails_is_reported_and_the_run_goes_on():
     assert records[2].note.startswith("RuntimeError")
 
 
+@pytest.mark.parametrize("error", [RuntimeError, UnavailableError, ImportError])
+def test_ours_that_fails_is_wrong_unless_it_cannot_run_here(error):
+    def fails(_):
+        raise error("an illegal memory access")
+
+    ours = KernelImplementation("triton", "torch", fails, ours=True)
+    records = bench(ours, replace(ours, name="peer", ours=False))
+    wrong = False if error is RuntimeError else None
+    assert [record.passed for record in records] == [wrong, None]
+
+
+def test_ours_is_wrong_where_nothing_could_be_judged(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setattr(kernel_timing.Yardstick, "of", broken)
+    records = bench(right(), replace(right("peer"), ours=False))
+    assert [record.passed for record in records] == [False, None]
+
+
 def test_a_workload_may_name_its_peers():
     fast, slow = (replace(right(name), ours=False) for name in ("fast", "slow"))
     named = replace(TINY, peers=("fast",))

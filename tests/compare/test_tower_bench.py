@@ -111,6 +111,7 @@ def test_a_gpu_that_broke_costs_only_the_towers_behind(benchmark_on_cpu, monkeyp
     measured = [implementation(tower) for tower in (HuggingFaceTower, Breaking, HuggingFaceTower)]
     records, _ = tower_bench.bench_towers([square(56)], measured)
     assert [record.median_us is None for record in records] == [False, False, True, True]
+    assert [record.passed for record in records] == [True, True, False, False]
     assert {r.note for r in records[2:]} == {"RuntimeError: illegal memory access"}
 
 
@@ -139,5 +140,6 @@ def test_libraries_frames_are_timed_on_named_workloads_or_say_why_not(benchmark_
     assert found.keys() == names
     for record in found.values():
         assert record.workload == "tower-1344"
+        assert record.passed is not False
         if not torch.cuda.is_available():
             assert "needs a tower on a GPU, got device 'cpu'" in record.note
