@@ -34,12 +34,12 @@ _METHODS = {
     "fusion": "Rows: framework and head_dim; columns: tokens of a segment, of about 9,216 in all. "
     "Clocks as in the kernels' tables.",
     "towers": "Wall time of whole calls, inputs on the GPU, each waited for; of calls in a row "
-    "only the last is. Floor: all products at the matrix rate and the windows' bytes at the copy "
-    "bandwidth. In brackets: share of the floor, or times as long as ours of the same framework. "
-    f"{_SPREAD}",
-    "integration": "Wall time of whole calls and floor as for the towers; the first call plans for "
-    "a size. `accelerate(model)` as it is, and with every block compiled by torch.compile. In "
-    f"brackets: share of the floor, or times as long as accelerated. {_SPREAD}",
+    "only the last is. The first call of a size, which compiles and plans, stands by itself. "
+    "Floor: all products at the matrix rate and the windows' bytes at the copy bandwidth. In "
+    f"brackets: share of the floor, or times as long as ours of the same framework. {_SPREAD}",
+    "integration": "Wall time of whole calls and floor as for the towers. `accelerate(model)` as "
+    "it is, and with every block compiled by torch.compile. In brackets: share of the floor, or "
+    f"times as long as accelerated. {_SPREAD}",
 }
 # What has to be known of one family alone.
 _REMARKS = {
