@@ -197,7 +197,7 @@ def _cell(record: Record | None) -> str:
 
 
 def _share(share: float) -> str:
-    """As per cent; 100% are all, to which nothing is rounded."""
+    """In per cent; 100% only where it is all."""
     return "100%" if share == 1 else f"{min(share, 0.999):.1%}"
 
 

@@ -21,8 +21,8 @@ class Ceilings:
     Attributes:
         copy_bytes_per_s: bytes read plus bytes written by an elementwise copy of 94 MiB in all.
         large_copy_bytes_per_s: the same for 1 GiB in all.
-        matrix_flops_per_s: of a bf16 product of random matrices of 8192 x 8192, before the GPU
-            reaches its power limit and lowers its clock, which is soon.
+        matrix_flops_per_s: of a bf16 product of random matrices of 8192 x 8192, the best of some
+            samples: products soon take the GPU to its power limit, where it lowers its clock.
     """
 
     copy_bytes_per_s: float
@@ -34,13 +34,16 @@ class Ceilings:
         return asdict(self)
 
     def kernel_floor_us(self, bytes_moved: int, matrix_flops: int) -> float:
-        """The longer of the two: moving the bytes, doing the products."""
+        """Least microseconds of a kernel: to move the bytes or to multiply, whichever is longer."""
         return 1e6 * max(
             bytes_moved / self.copy_bytes_per_s, matrix_flops / self.matrix_flops_per_s
         )
 
     def tower_floor_us(self, bytes_moved: int, matrix_flops: int) -> float:
-        """All matrix work, then the windows' bytes: layers run one after the other."""
+        """Least microseconds of a tower, whose layers run one after the other.
+
+        Those of all products, and those of moving the windows' bytes.
+        """
         return 1e6 * (bytes_moved / self.copy_bytes_per_s + matrix_flops / self.matrix_flops_per_s)
 
 

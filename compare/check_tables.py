@@ -37,7 +37,7 @@ def layer_table(records: Sequence[RecordDict]) -> str:
 
 
 def trust_table(results: Results) -> str:
-    """A row for each kind of stress: what was tried, cases by kernel or tower, what came out."""
+    """A row for each kind of stress: what was tried, cases of each kernel or tower, the outcome."""
     rows: dict[tuple[str, str], list[RecordDict]] = {}
     for record in results.records:
         rows.setdefault((record["workload"], record["tried"]), []).append(record)

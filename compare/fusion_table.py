@@ -7,7 +7,7 @@ from typing import Any
 from compare.console import number
 from compare.implementations import FUSE
 
-# "auto" holds its own where it is at most this many times as long as the fastest way.
+# "auto" is near enough to the fastest way where it takes at most this many times as long.
 AUTO_SLACK = 1.05
 
 
@@ -67,7 +67,7 @@ def cells_of(records: Sequence[dict[str, Any]]) -> list[Cell]:
 
 
 def verdict_line(cells: Sequence[Cell]) -> str:
-    """One sentence: in how many cells "auto" holds its own, and where it does not."""
+    """One sentence: in how many cells "auto" is near the fastest way, and where it is not."""
     failing = [cell for cell in cells if not cell.holds]
     line = (
         f'fuse="auto" is within {AUTO_SLACK - 1:.0%} of the fastest way in '

@@ -51,7 +51,7 @@ def run_agreement(options: Namespace) -> int:
 
 
 def run_kernels(options: Namespace) -> int:
-    """Time the kernels and the rotation of its own."""
+    """Time the kernels, and the rotation as a pass of its own."""
     from compare.rotation import ROTATION_WORKLOADS, bench_rotation
 
     chosen = choose(KERNEL_WORKLOADS | ROTATION_WORKLOADS, options.workload)

@@ -84,7 +84,7 @@ def _first(records: Sequence[RecordDict], key: str) -> float | None:
 
 
 def ratio_table(results: Results, workloads: Sequence[str]) -> str:
-    """What the times of one family come to; a row for each ratio that was measured.
+    """Ratios of one family's times, a row for each that could be measured.
 
     Pallas over Triton is by the one clock that sees both. Ours is faster than an unfused pair where
     their ratio is above 1. The host's time of a call stands with them: a short kernel may not hide

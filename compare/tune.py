@@ -74,7 +74,7 @@ TWINS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What tuning a class of shapes came to: launches as the package's own Launch, and times."""
+    """What tuning a class of shapes found: launches as the package's own Launch, and times."""
 
     case: Case
     old: Any
