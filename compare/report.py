@@ -30,7 +30,8 @@ _METHODS = {
     "kernels without the gaps between them; pallas / triton is by the profiler for both. Inputs "
     "rotate past the L2 cache. Floor: the bytes that must move at the copy bandwidth or the "
     "products at the matrix rate, whichever takes longer. In brackets: share of the floor, or "
-    f"times as long as ours of the same framework. {_SPREAD}",
+    f"times as long as ours of the same framework. {_SPREAD} PyTorch's samples are means over some "
+    "3 ms of replays, JAX's are single calls, which spread more.",
     "fusion": "Rows: framework and head_dim; columns: tokens of a segment, of about 9,216 in all. "
     "Clocks as in the kernels' tables.",
     "towers": "Wall time of whole calls, inputs on the GPU, each waited for; of calls in a row "

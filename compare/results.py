@@ -45,7 +45,8 @@ class Record:
 
     Attributes:
         median_us: microseconds a call, None where there is no timing; `note` then says why.
-        spread_us: 90th minus 10th percentile of the same samples.
+        spread_us: 90th minus 10th percentile of the same samples: of whole calls, but of kernels in
+            PyTorch of means over some milliseconds.
         row_us: microseconds a call of calls in a row, of which only the last is waited for.
         floor_us: the least time that the measured ceilings allow.
         share_of_floor: floor_us / median_us.
