@@ -11,12 +11,14 @@ _PER_LAYER_ROWS = 9
 
 
 def agreement_line(results: Results) -> str:
-    """One sentence: how many checks, how many failed, the worst of the named kernels."""
+    """How many checks, how many and which failed, and the largest error of each kernel."""
     checks = [record for record in results.records if "passed" in record]
-    failed = sum(not record["passed"] for record in checks)
+    failed = [f"{r['implementation']} on {r['workload']}" for r in checks if not r["passed"]]
     named = ("triton", "pallas", "pallas against triton")
     told = ", ".join(f"{name} {number(_worst(checks, name))}" for name in named)
-    outcome = "all hold" if not failed else f"**{failed} fail**"
+    outcome = "all hold"
+    if failed:
+        outcome = f"**{len(failed)} fail** ({', '.join(dict.fromkeys(failed))})"
     return f"{len(checks)} checks, {outcome}. Largest relative RMS error in bf16: {told}."
 
 

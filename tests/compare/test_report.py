@@ -184,9 +184,10 @@ def test_the_mix_is_held_against_its_parts():
 
 
 def test_failures_show():
-    records = [*synthetic.agreement_records(), Record("w", "triton", passed=False)]
+    failed = [Record("w", name, passed=False) for name in ("triton", "triton", "pallas")]
+    records = [*synthetic.agreement_records(), *failed]
     line = agreement_line(synthetic.as_results("agreement", records))
-    assert "**1 fail**" in line
+    assert "**3 fail** (triton on w, pallas on w)" in line
 
 
 def test_the_largest_error_is_unknown_where_one_is():
