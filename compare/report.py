@@ -33,7 +33,8 @@ _METHODS = {
     f"times as long as ours of the same framework. {_SPREAD} PyTorch's samples are means over some "
     "3 ms of replays, JAX's are single calls, which spread more.",
     "fusion": "Rows: framework and head_dim; columns: tokens of a segment, of about 9,216 in all. "
-    "Clocks as in the kernels' tables.",
+    'Clocks as in the kernels\' tables. In the chart a ring marks where "qk" begins to take longer '
+    'than "none", the grey line the longest segment for which "auto" takes it.',
     "towers": "Wall time of whole calls, inputs on the GPU, each waited for; of calls in a row "
     "only the last is. The first call of a size, which compiles and plans, stands by itself. "
     "Floor: all products at the matrix rate and the windows' bytes at the copy bandwidth. In "
@@ -42,8 +43,11 @@ _METHODS = {
     "it is, and with every block compiled by torch.compile. In brackets: share of the floor, or "
     f"times as long as accelerated. {_SPREAD}",
 }
+_ROTATIONS = ' In the chart "rope + ..." is the faster of the rotations before that attention.'
 # What has to be known of one family alone.
 _REMARKS = {
+    "windows": _ROTATIONS,
+    "frames": _ROTATIONS,
     "rotate": ' Pallas\' pass is timed within a call with `fuse="none"`, whose error stands here.',
 }
 _TITLES = {

@@ -26,7 +26,7 @@ _ALWAYS_WRITTEN = {
     "floor_us": _Number,
     "relative_rms_error": _Number,
 }
-# What reports want to know besides of every record of a part.
+# What reports read besides from every record of a part.
 _OF_PART = {
     "fusion": {
         "fuse": str,
