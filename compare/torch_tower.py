@@ -6,7 +6,6 @@ matrix products and the attention, and each bucket's pass is recorded once as a 
 
 import functools
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -234,8 +233,7 @@ def load_vision_tower(
             token_buckets=token_buckets,
         )
     check_provider(frame_attention, config, dtype, target)
-    show = sys.stderr.isatty() if progress is None else progress
-    weights = tower_weights(config, read_checkpoint(config, directory, progress=show))
+    weights = tower_weights(config, read_checkpoint(config, directory, progress))
     parameters = {name: as_tensor(weight).to(target, dtype) for name, weight in weights.items()}
     tower.load_state_dict(parameters, assign=True)
     if compile:

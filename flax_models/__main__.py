@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 after one sentence on standard error about what is wrong.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # FILE's name may hold what it cannot encode
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -150,16 +153,15 @@ def _encode_images(
     tower: "flax_models.VisionTower", image_config: ImageConfig, options: argparse.Namespace
 ) -> dict[str, np.ndarray]:
     """Encode every image: the file's arrays by their names."""
-    columns = (TextColumn("encoding images"), BarColumn(), MofNCompleteColumn())
+    columns = (
+        *(TextColumn("encoding images"), BarColumn(), MofNCompleteColumn()),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
     embeddings: list[np.ndarray] = []
     deepstack: list[np.ndarray] = []
     grids = []
-    with Progress(
-        *columns,
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-    ) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(options.images))
         for pixel_values, grid_thw in _batches(image_config, options):
             result = tower(pixel_values, grid_thw)

@@ -75,7 +75,7 @@ def expected_tensors(config: VisionConfig) -> dict[str, tuple[int, ...]]:
 
 
 def read_checkpoint(
-    config: VisionConfig, directory: str | os.PathLike[str], progress: bool = False
+    config: VisionConfig, directory: str | os.PathLike[str], progress: bool | None = False
 ) -> dict[str, np.ndarray]:
     """Read a vision tower's tensors.
 
@@ -83,7 +83,7 @@ def read_checkpoint(
         config: the tower's configuration.
         directory: holds model.safetensors, or model.safetensors.index.json and the files it names;
             of a vision tower alone, or of a whole vision-language model.
-        progress: show a progress bar on standard error.
+        progress: show a progress bar on standard error. None: only where that is a terminal.
 
     Returns:
         Arrays under the names and with the shapes of `expected_tensors`, in the dtype in which
@@ -231,9 +231,10 @@ def _norm(family: Family, name: str, features: int) -> dict[str, tuple[int, ...]
 
 
 @contextmanager
-def _progress_bar(total_bytes: int, visible: bool) -> Iterator[Progress]:
+def _progress_bar(total_bytes: int, visible: bool | None) -> Iterator[Progress]:
     columns = (TextColumn("reading weights"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not visible) as bar:
+    shown = console.is_terminal if visible is None else visible
+    with Progress(*columns, console=console, disable=not shown) as bar:
         bar.add_task("", total=total_bytes)
         yield bar

@@ -6,7 +6,6 @@ data, so one compilation serves every mix of images and clips that fits the buck
 """
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -202,8 +201,7 @@ def load_vision_tower(
         )
     )
     check_provider(frame_attention, config, tower.dtype, target)
-    show = sys.stderr.isatty() if progress is None else progress
-    weights = tower_weights(config, read_checkpoint(config, directory, progress=show))
+    weights = tower_weights(config, read_checkpoint(config, directory, progress))
 
     def placed(name: str) -> jax.Array:
         return jax.device_put(weights[name].astype(tower.dtype, copy=False), target)

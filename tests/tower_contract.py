@@ -244,6 +244,10 @@ class TowerContract:
         assert captured.out == ""
         assert "reading weights" in captured.err
 
+    def test_a_process_without_standard_error(self, directory, monkeypatch):
+        monkeypatch.setattr("sys.stderr", None)  # as under pythonw, and where it was closed
+        self.load(directory, "float32")
+
 
 class HuggingFaceContract:
     """Equality with Hugging Face's tower on checkpoints that it saved itself."""

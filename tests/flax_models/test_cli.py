@@ -1,5 +1,6 @@
 """`python -m flax_models`: what it writes, and what it says to bad input."""
 
+import io
 import json
 import os
 import resource
@@ -99,6 +100,22 @@ def test_embeddings_are_the_towers(run, checkpoint, images, tmp_path, out):
     ours = np.concatenate([arrays[f"embeddings_{number}"] for number in range(3)])
     np.testing.assert_array_equal(ours, expected)
     assert os.listdir(tmp_path) == [out]
+
+
+def test_without_standard_error(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stderr", None)  # as where a shell closed it: 2>&-
+    assert run()[0] == 0
+    assert len(read(tmp_path / "out.npz")[1]) == 3
+
+
+@pytest.mark.parametrize("name", ["写真.npz", "caf\udce9.npz"], ids=ascii)
+def test_names_that_the_terminal_cannot_show(run, tmp_path, monkeypatch, name):
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert run(out=name)[0] == 0
+    sys.stdout.flush()
+    assert shown.getvalue().endswith(name.encode("ascii", "backslashreplace") + b"\n")
+    assert (tmp_path / name).is_file()
 
 
 def test_batches_change_nothing(run, tmp_path):
