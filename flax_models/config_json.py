@@ -59,6 +59,7 @@ def read_vision_values(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"'vision_config' in {path} is not a JSON object")
     model_type = _find_model_type(vision.get("model_type", whole.get("model_type")))
     family = FAMILIES[model_type]
+    vision = {**family.config_defaults, **vision}
     missing = [name for name in family.config_keys.values() if name not in vision]
     if missing:
         raise ValueError(f"it has no value for {', '.join(missing)} of the vision tower")

@@ -21,9 +21,11 @@ class Family:
         mlp_inputs: a checkpoint's names of the products before the activation: gate and up, or one.
         mlp_output: of the product after it.
         merger: of a merger's norm and of its two products.
-        config_keys: what config.json must state, for no reader may guess it: published towers
-            differ in it, and so do libraries' defaults. From our names to the file's; an
-            "mlp_ratio" stands for intermediate_size, over hidden_size.
+        config_keys: what config.json says of sizes, from our names to the file's; an "mlp_ratio"
+            stands for intermediate_size, over hidden_size.
+        config_defaults: what a file means that leaves a value out, by the file's names:
+            transformers' defaults, which transformers 4.45 to 4.49 did not write. Without one here,
+            the file must state it.
         defaults: values of the published towers that are not those of Qwen2.5-VL 7B.
         image_settings: values of `ImageConfig` as published that are not its defaults.
     """
@@ -38,6 +40,7 @@ class Family:
     mlp_output: str
     merger: tuple[str, str, str]
     config_keys: Mapping[str, str]
+    config_defaults: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     image_settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -67,6 +70,13 @@ FAMILIES = {
         merger=("ln_q", "mlp.0", "mlp.2"),
         config_keys=_same("depth", "num_heads", "mlp_ratio")
         | {"hidden_size": "embed_dim", "out_hidden_size": "hidden_size"},
+        config_defaults={
+            "depth": 32,
+            "embed_dim": 1280,
+            "num_heads": 16,
+            "mlp_ratio": 4,
+            "hidden_size": 3584,
+        },
         defaults={"intermediate_size": 5120, **_NO_WINDOWS},
     ),
     "qwen2_5_vl": Family(
@@ -82,6 +92,13 @@ FAMILIES = {
         config_keys=_same(
             "depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size"
         ),
+        # transformers' hidden_size is no published tower's.
+        config_defaults={
+            "depth": 32,
+            "num_heads": 16,
+            "intermediate_size": 3420,
+            "out_hidden_size": 3584,
+        },
     ),
     "qwen3_vl": Family(
         model_types=("qwen3_vl", "qwen3_vl_vision", "qwen3_vl_moe", "qwen3_vl_moe_vision"),

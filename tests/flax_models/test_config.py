@@ -245,18 +245,53 @@ def test_refuses_files_of_the_other_families(tmp_path, published, changes, messa
         VisionConfig.from_pretrained(write(tmp_path, published | {"vision_config": vision}))
 
 
-@pytest.mark.parametrize("published", [PUBLISHED_QWEN2, PUBLISHED, PUBLISHED_QWEN3])
-def test_refuses_files_that_leave_sizes_out(tmp_path, published):
-    stated = published["vision_config"]
-    alone = {"model_type": published["model_type"]}
-    required = [
-        name for name in stated if name in FAMILIES[alone["model_type"]].config_keys.values()
-    ]
-    assert len(required) >= 5
+@pytest.mark.parametrize(
+    ("published", "required"),
+    [
+        (PUBLISHED, ["hidden_size"]),
+        (PUBLISHED_QWEN3, FAMILIES["qwen3_vl"].config_keys.values()),
+    ],
+)
+def test_refuses_files_that_leave_sizes_out(tmp_path, published, required):
     for name in required:
-        vision = {key: value for key, value in stated.items() if key != name}
+        vision = {k: value for k, value in published["vision_config"].items() if k != name}
         with pytest.raises(ValueError, match=f"config.json: it has no value for {name} of"):
-            VisionConfig.from_pretrained(write(tmp_path, vision | alone))
+            VisionConfig.from_pretrained(write(tmp_path, published | {"vision_config": vision}))
+
+
+# What transformers 4.49 saves of Qwen2-VL 7B and 72B and of Qwen2.5-VL 3B, 7B and 32B.
+@pytest.mark.parametrize(
+    ("model_type", "stated", "expected"),
+    [
+        ("qwen2_vl", {}, VisionConfig.qwen2_vl_7b()),
+        ("qwen2_vl", {"hidden_size": 8192}, VisionConfig.of("qwen2_vl", out_hidden_size=8192)),
+        (
+            "qwen2_5_vl",
+            {"hidden_size": 1280, "out_hidden_size": 2048},
+            VisionConfig.qwen2_5_vl_3b(),
+        ),
+        ("qwen2_5_vl", {"hidden_size": 1280}, VisionConfig.qwen2_5_vl_7b()),
+        (
+            "qwen2_5_vl",
+            {"hidden_size": 1280, "intermediate_size": 3456, "out_hidden_size": 5120},
+            VisionConfig.qwen2_5_vl_32b(),
+        ),
+    ],
+)
+def test_reads_files_that_leave_out_what_transformers_takes_anyway(
+    tmp_path, model_type, stated, expected
+):
+    vision = {"in_chans": 3, "model_type": model_type, "spatial_patch_size": 14, **stated}
+    write(tmp_path, {"model_type": model_type, "vision_config": vision})
+    assert VisionConfig.from_pretrained(tmp_path) == expected
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
+def test_what_files_leave_out_is_transformers_default(model_type):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.CONFIG_MAPPING[model_type]().vision_config
+    stated = {name: getattr(theirs, name) for name in FAMILIES[model_type].config_defaults}
+    assert FAMILIES[model_type].config_defaults == stated
 
 
 @pytest.mark.parametrize(
@@ -268,7 +303,10 @@ def test_refuses_files_that_leave_sizes_out(tmp_path, published):
         ),
         ({"model_type": "llava"}, "config.json: unknown model type 'llava'; supported: qwen2_vl"),
         ({"vision_config": {"model_type": "x"}}, "unknown model type 'x'; supported: qwen2_vl"),
-        ({"vision_config": {"depth": 2}}, "has no value for hidden_size, num_heads"),
+        (
+            {"vision_config": {"depth": 2}},
+            "config.json: it has no value for hidden_size of the vision",
+        ),
         (
             {"vision_config": PUBLISHED["vision_config"] | {"num_heads": 7}},
             "config.json: hidden_size 1280 is not divisible by num_heads 7",
