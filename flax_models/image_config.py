@@ -27,6 +27,9 @@ _SHARED_WITH_TOWER = {
     "merge_size": "spatial_merge_size",
 }
 
+# Our names, and those of a checkpoint's "size": areas, whatever they are called there.
+_LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+
 # Smaller images are enlarged to it, for which no stranger's file may ask for all memory.
 _MOST_MIN_PIXELS = 1 << 26
 
@@ -143,12 +146,17 @@ def _read_settings(directory: Path) -> tuple[Path, dict[str, Any] | None]:
 
 
 def _values(settings: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `ImageConfig`: what is stated, limits under any of their names."""
-    size = settings.get("size")
-    size = size if isinstance(size, dict) else {}
-    limits = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
-    stated = {**limits, **{name: v for name, v in settings.items() if v is not None}}
-    return {f.name: stated[f.name] for f in fields(ImageConfig) if stated.get(f.name) is not None}
+    """Arguments of `ImageConfig`: what is stated, limits by themselves or else in "size"."""
+    stated = {name: value for name, value in settings.items() if value is not None}
+    values = {
+        field.name: stated[field.name] for field in fields(ImageConfig) if field.name in stated
+    }
+    if "size" not in stated or _LIMITS.keys() <= values.keys():
+        return values
+    size = stated["size"]
+    if not isinstance(size, dict) or any(size.get(edge) is None for edge in _LIMITS.values()):
+        raise ValueError(f"size must have {' and '.join(_LIMITS.values())}, got {size!r}")
+    return {name: size[edge] for name, edge in _LIMITS.items()} | values
 
 
 def _are_channels(value: Any) -> bool:

@@ -64,6 +64,36 @@ def test_published_settings_of_qwen3(checkpoint):
     }
 
 
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"min_pixels": 3136}, (3136, 28 * 28 * 1280)),
+        ({"size": {"shortest_edge": 4000, "longest_edge": 50000}}, (4000, 50000)),
+        (
+            {"max_pixels": 60000, "size": {"shortest_edge": 4000, "longest_edge": 50000}},
+            (4000, 60000),
+        ),
+        # As transformers 4.47 saves them.
+        (
+            {
+                "min_pixels": 3136,
+                "max_pixels": 60000,
+                "size": {"min_pixels": 3136, "max_pixels": 60000},
+            },
+            (3136, 60000),
+        ),
+    ],
+)
+def test_limits_in_all_their_forms_equal_hugging_faces(checkpoint, limits, expected):
+    settings = {k: v for k, v in PUBLISHED_QWEN2.items() if k not in ("min_pixels", "max_pixels")}
+    directory = checkpoint("qwen2_vl", settings | limits)
+    config = ImageConfig.from_pretrained(directory)
+    assert (config.min_pixels, config.max_pixels) == expected
+    processing = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    theirs = processing.Qwen2VLImageProcessorPil.from_pretrained(directory).size
+    assert (theirs["shortest_edge"], theirs["longest_edge"]) == expected
+
+
 @pytest.mark.parametrize("name", ["qwen2_vl", "head_dim_16", "qwen3_vl"])
 def test_without_a_file_those_of_the_family(checkpoint, name):
     config = ImageConfig.from_pretrained(checkpoint(name))
@@ -117,6 +147,12 @@ def test_refuses_values(values, message):
         ({"resample": 2}, "resample is 2; only 3 is done"),
         ({"image_std": (1, float("nan"), 1)}, "image_std must be three finite numbers"),
         ({"image_mean": (0, 10**400, 0)}, "image_mean must be three finite numbers"),
+        (
+            {"max_pixels": None, "size": {"min_pixels": 1, "max_pixels": 784}},
+            "preprocessor_config.json: size must have shortest_edge and longest_edge, got {'min_",
+        ),
+        ({"max_pixels": None, "size": {"longest_edge": 1}}, "size must have shortest_edge and"),
+        ({"max_pixels": None, "size": 448}, "size must have shortest_edge and longest_edge, got 4"),
         ({"min_pixels": 10**400, "max_pixels": 10**400}, "min_pixels must be at most 67,108,864"),
         ({"image_std": "x"}, r"preprocessor_config.json: image_std must be three finite numbers"),
     ],
