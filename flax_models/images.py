@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 
 from flax_models.errors import ImageError
 from flax_models.image_config import ImageConfig
@@ -21,6 +21,20 @@ _MAX_SOURCE_PIXELS = 89_478_485
 # What photographs and drawings come in. Pillow reads more, some of it by starting other programs
 # (EPS by Ghostscript): nothing that a stranger's file should set off.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+
+# Pillow's modes of 16-bit and 32-bit integers and of fp32.
+_DEEP_MODES = ("I", "F")
+
+# From an EXIF orientation to upright; the values are those of the tag in TIFF 6.0.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 ImageLike = Image.Image | np.ndarray | str | os.PathLike[str]
 
@@ -39,13 +53,14 @@ def preprocess(
     the function by which 5.23 loads files, show the colours beneath instead.
 
     Args:
-        images: a list of images and clips, or a single one. An image is a PIL image, a path, or a
-            uint8 array [height, width, 3]; a clip is a list of images of one size, its frames, or
-            a uint8 array [frames, height, width, 3]. (The outermost list is never a clip: write
-            [frames] for a single clip, also for those of an animation, of whose file only the
-            first is taken.) A clip's last frame is repeated until
-            `temporal_patch_size` divides their number; an image is a clip of one frame. Images
-            from paths are turned upright by their EXIF orientation, as Hugging Face loads them.
+        images: a list of images and clips, or a single one. An image is a PIL image of at most 8
+            bits a channel, a path to one, or a uint8 array [height, width, 3]; a clip is a list of
+            images of one size, its frames, or a uint8 array [frames, height, width, 3]. (The
+            outermost list is never a clip: write [frames] for a single clip, also for those of an
+            animation, of whose file only the first is taken.) A clip's last frame is repeated
+            until `temporal_patch_size` divides their number; an image is a clip of one frame.
+            Images from paths are turned upright by their EXIF orientation, as Hugging Face loads
+            them.
         config: limits, sizes and normalisation; `ImageConfig.from_pretrained` reads those of a
             checkpoint. None: the defaults, which suit Qwen2-VL and Qwen2.5-VL.
 
@@ -56,8 +71,9 @@ def preprocess(
 
     Raises:
         ImageError: no images; an unreadable file, one of a format other than AVIF, BMP, GIF, JPEG,
-            JPEG 2000, MPO, PNG, PPM, TIFF and WebP, or one of more than 89 million pixels; an array
-            of another shape or dtype; frames of different sizes; sides whose ratio passes 200.
+            JPEG 2000, MPO, PNG, PPM, TIFF and WebP; more than 89 million pixels, or than 8 bits a
+            channel, of which Hugging Face makes white all from 255 up; an array of another shape or
+            dtype; frames of different sizes; sides whose ratio passes 200.
     """
     config = config or ImageConfig()
     items = _as_items(images)
@@ -170,9 +186,8 @@ def _load_frame(frame: Any, name: str) -> Image.Image:
         with Image.open(frame, formats=_readable_formats()) as opened:
             return _to_rgb(opened, upright=True)
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files
-        raise ImageError(
-            f"cannot read {name}: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ImageError(f"cannot read {name}: {reason}") from None
 
 
 @functools.cache
@@ -192,16 +207,34 @@ def _from_array(array: np.ndarray, name: str) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
-    """Decode an image, unless its header already says that it is a decompression bomb."""
+    """Decode an image, unless its header already says that it should not be."""
     pixels = image.width * image.height
     if pixels > _MAX_SOURCE_PIXELS:
         raise ImageError(f"it has {pixels:,} pixels, more than {_MAX_SOURCE_PIXELS:,}")
+    if image.mode.startswith(_DEEP_MODES):  # Pillow would cut the values off at 255
+        raise ImageError(
+            f"it has mode {image.mode}, more than 8 bits a channel: scale it to 0..255 first"
+        )
     if upright:
-        image = ImageOps.exif_transpose(image)
+        image = _turn_upright(image)
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA"))
     return image.convert("RGB")
+
+
+def _turn_upright(image: Image.Image) -> Image.Image:
+    """Turn a file's image by its EXIF orientation; Pillow's own function rewrites all of the EXIF.
+
+    That fails on tags which say nothing of the pixels. An EXIF that cannot be read says nothing of
+    the orientation either.
+    """
+    image.load()  # a TIFF file is turned by this already
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # as decoders do, on damaged files
+        return image
+    return image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
 
 
 def _cut_patches(

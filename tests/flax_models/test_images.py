@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image
 
 from flax_models import ImageConfig, ImageError, VisionConfig, preprocess
 from flax_models.images import smart_resize
@@ -231,14 +231,40 @@ def test_a_single_array_of_frames_is_a_clip():
     np.testing.assert_array_equal(preprocess(list(clip))[1], [[1, 4, 4]] * 4)
 
 
-def test_files_are_turned_upright(tmp_path):
-    array = photograph(60, 120)
+@pytest.mark.parametrize("orientation", range(10))  # 0 and 9 mean nothing
+@pytest.mark.parametrize("suffix", ["png", "webp", "tiff"])
+def test_files_are_turned_upright_as_hugging_face_does(tmp_path, suffix, orientation):
+    load_image = pytest.importorskip("transformers.image_utils").load_image
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was held on its side
-    path = tmp_path / "turned.png"
+    exif[ExifTags.Base.Orientation] = orientation
+    path = tmp_path / f"turned.{suffix}"
+    options = {"lossless": True} if suffix == "webp" else {}
+    Image.fromarray(photograph(60, 120)).save(path, exif=exif, **options)
+    upright = np.asarray(load_image(str(path)))
+    assert upright.shape == ((120, 60, 3) if 5 <= orientation <= 8 else (60, 120, 3))
+    np.testing.assert_array_equal(preprocess(path)[0], preprocess(upright)[0])
+
+
+def test_tags_that_say_nothing_of_the_pixels_keep_no_file_from_being_read(tmp_path):
+    """Of a file that says it was taken on its side, and in text what its resolution is."""
+    array, path = photograph(60, 120), tmp_path / "turned.png"
+    entries = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0) + struct.pack("<HHI4s", 0x011A, 2, 3, b"72")
+    exif = b"II*\0\x08\0\0\0\x02\0" + entries + bytes(4)
     Image.fromarray(array).save(path, exif=exif)
-    expected, _ = preprocess(np.rot90(array, -1))
-    np.testing.assert_array_equal(preprocess(path)[0], expected)
+    np.testing.assert_array_equal(preprocess(path)[0], preprocess(np.rot90(array, -1))[0])
+    Image.fromarray(array).save(path, exif=b"no TIFF header")
+    np.testing.assert_array_equal(preprocess(path)[0], preprocess(array)[0])
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_refuses_more_than_8_bits_a_channel(tmp_path, dtype):
+    """Hugging Face makes such an image white from 255 up; arrays like it are refused too."""
+    image = Image.fromarray(np.linspace(0, 9000, 60 * 80).astype(dtype).reshape(60, 80))
+    with pytest.raises(ImageError, match=rf"it has mode {image.mode}, more than 8 bits a channel"):
+        preprocess(image)
+    image.save(tmp_path / "deep.tiff")
+    with pytest.raises(ImageError, match=r"cannot read image 0 \(.*deep.tiff\): it has mode "):
+        preprocess(tmp_path / "deep.tiff")
 
 
 def test_inputs_are_left_as_they_were():

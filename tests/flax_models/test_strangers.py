@@ -299,6 +299,12 @@ def test_decompression_bombs_of_other_formats(tmp_path, files, name, place, patt
         assert not load(path)
 
 
+def test_an_image_that_exhausts_memory(tmp_path):
+    Image.new("1", (9000, 9000)).save(tmp_path / "large.png")
+    with little_memory(1 << 26), pytest.raises(ImageError, match=r"large.png\): MemoryError$"):
+        preprocess(tmp_path / "large.png")
+
+
 @pytest.mark.parametrize("program", ["%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 80\n", "\n"])
 def test_no_other_program_is_started(tmp_path, monkeypatch, program):
     def fail(*arguments, **options):
