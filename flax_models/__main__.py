@@ -127,10 +127,11 @@ def _positive(text: str) -> int:
 def _check_files(images: Sequence[Path], out: Path) -> None:
     """Find now what would otherwise come to light after minutes of work."""
     for path in images:
-        if path.is_dir():
-            raise ImageError(f"expected an image file, got a directory: {path}")
-        if not path.is_file():
+        if not path.exists():
             raise ImageError(f"no such image file: {path}")
+        if not path.is_file():
+            kind = "directory" if path.is_dir() else "pipe or device"
+            raise ImageError(f"expected an image file, got a {kind}: {path}")
     if not out.parent.is_dir():
         raise ValueError(f"no such directory for --out: {out.parent}")
     if out.is_dir():
@@ -212,17 +213,21 @@ def _preprocess(path: Path, image_config: ImageConfig) -> tuple[np.ndarray, np.n
 
 
 def _write(out: Path, arrays: dict[str, np.ndarray], names: list[str]) -> None:
-    """Write the file beside its place first: nobody ever finds half a file there."""
+    """Write the file beside its place first: nobody ever finds half a file there.
+
+    A symbolic link stays one: its target is written.
+    """
     unfinished = _unfinished(out)
     try:
         _WRITERS[out.suffix](unfinished, arrays, names)
-        os.replace(unfinished, out)
+        os.replace(unfinished, os.path.realpath(out))
     finally:
         unfinished.unlink(missing_ok=True)
 
 
 def _unfinished(out: Path) -> Path:
-    return out.with_name(f".{out.name}.{os.getpid()}.unfinished")
+    target = Path(os.path.realpath(out))
+    return target.with_name(f".{target.name}.{os.getpid()}.unfinished")
 
 
 def _write_safetensors(path: Path, arrays: dict[str, np.ndarray], names: list[str]) -> None:

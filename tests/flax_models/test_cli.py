@@ -145,6 +145,16 @@ def test_an_older_file_is_replaced_only_by_a_complete_one(run, images, tmp_path)
     assert read(tmp_path / "out.npz")[1] == [str(path) for path in images]
 
 
+def test_a_symbolic_link_stays_one(run, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out.npz").symlink_to("disk/real")
+    for _ in range(2):  # without its target, and over an older one
+        assert run()[0] == 0
+        assert (tmp_path / "out.npz").is_symlink()
+        assert len(read(tmp_path / "out.npz")[1]) == 3
+    assert os.listdir(tmp_path / "disk") == ["real"]
+
+
 @pytest.mark.parametrize("out", ["out.npz", "out.safetensors"])
 def test_a_full_disk_leaves_no_part_of_a_file(run, tmp_path, out):
     (tmp_path / out).write_bytes(b"older")
@@ -222,6 +232,11 @@ def test_unreadable_image(run, images, tmp_path, content):
 
 def test_a_directory_in_place_of_an_image(run, images, tmp_path):
     assert refused(run(images=[images[0].parent]), tmp_path, "got a directory")
+
+
+def test_a_pipe_in_place_of_an_image(run, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert refused(run(images=[tmp_path / "pipe"]), tmp_path, "got a pipe or device")
 
 
 def test_a_decompression_bomb(run, tmp_path):
