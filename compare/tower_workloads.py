@@ -23,11 +23,11 @@ class Visual:
     frames: int = 1
 
     def grid(self, patch: int) -> tuple[int, int, int]:
-        """(t, h, w) in patches of so many pixels a side; a temporal patch is two frames.
+        """(t, h, w) in patches of so many pixels a side.
 
-        An image counts as two frames.
+        A temporal patch is two frames; a last one alone counts twice, as an image does.
         """
-        return max(1, self.frames // 2), self.height // patch, self.width // patch
+        return -(-self.frames // 2), self.height // patch, self.width // patch
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,11 @@ def test_agreement_input_has_edge_windows(config):
 
 @pytest.mark.parametrize(
     "workload",
-    [*map(TOWER_WORKLOADS.get, ("tower-448", "qwen3-tower-448", "tower-batch-32")), CLIP],
+    [
+        *map(TOWER_WORKLOADS.get, ("tower-448", "qwen3-tower-448", "tower-batch-32")),
+        CLIP,
+        TowerWorkload("odd", (Visual(84, 56, frames=3), Visual(56, 84))),
+    ],
     ids=lambda workload: workload.name,
 )
 def test_workload_input_has_the_workloads_grid(workload):
