@@ -76,11 +76,11 @@ def choose_bucket(
             most of one call, which pads mixed photographs by about a tenth.
 
     Raises:
-        ValueError: a bad grid (see `grid.as_grid`), no bucket large enough, or a token bucket that
-            is not a positive multiple of the merge unit.
+        ValueError: a bad grid (see `grid.as_grid`), bad token buckets (see `check_token_buckets`),
+            or none that is large enough.
     """
     grid = as_grid(config, grid_thw)
-    buckets = None if token_buckets is None else tuple(token_buckets)
+    buckets = check_token_buckets(config, token_buckets)
     return _choose_bucket(config, grid.tobytes(), buckets)
 
 
@@ -118,9 +118,9 @@ def _choose_bucket(
         return bucket_of_tokens(config, grid, tokens)
     tokens = min((size for size in token_buckets if size >= needed), default=None)
     if tokens is None:
-        largest = max(token_buckets, default=0)
         raise ValueError(
-            f"grid_thw holds {needed:,} tokens, more than the largest token bucket ({largest:,})"
+            f"grid_thw holds {needed:,} tokens, more than the largest token bucket "
+            f"({max(token_buckets):,})"
         )
     return bucket_of_tokens(config, grid, tokens)
 

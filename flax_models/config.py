@@ -15,6 +15,8 @@ from flax_models.families import FAMILIES, Family
 _MAX_DEPTH = 1 << 10
 _MAX_SIZE = 1 << 20
 
+TOO_LARGE = 1e30  # for fp32, as infinity is; NaN is not below it either
+
 # Tensor cores like rows of whole 128-byte lines: 64 elements of a 16-bit type.
 _ALIGNED_ELEMENTS = 64
 
@@ -71,8 +73,8 @@ class VisionConfig:
                 _check_positive_int(field.name, getattr(self, field.name), limit)
         for name in ("norm_eps", "rope_theta"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
+            if not isinstance(value, int | float) or not 0 < value < TOO_LARGE:
+                raise ValueError(f"{name} must be a positive finite number, got {value!r}")
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from flax_models.config import VisionConfig
+from flax_models.config import TOO_LARGE, VisionConfig
 from flax_models.config_json import read_json_object
 from flax_models.errors import CheckpointError
 
@@ -32,8 +32,6 @@ _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 # Smaller images are enlarged to it, for which no stranger's file may ask for all memory.
 _MOST_MIN_PIXELS = 1 << 26
-
-_TOO_LARGE = 1e30  # for fp32, as infinity is; NaN is not below it either
 
 Channels = tuple[float, float, float]
 
@@ -163,5 +161,5 @@ def _are_channels(value: Any) -> bool:
     return (
         isinstance(value, list | tuple)
         and len(value) == 3
-        and all(isinstance(number, int | float) and abs(number) < _TOO_LARGE for number in value)
+        and all(isinstance(number, int | float) and abs(number) < TOO_LARGE for number in value)
     )

@@ -94,8 +94,9 @@ def test_odd_merge_sizes_get_whole_units():
     ("token_buckets", "message"),
     [
         ([64, 100], r"holds 120 tokens, more than the largest token bucket \(100\)"),
-        ([], r"holds 120 tokens, more than the largest token bucket \(0\)"),
-        ([122], "padded tokens must be a positive multiple of the merge unit 4, got 122"),
+        ([], r"token_buckets must be positive multiples of the merge unit 4, got \[\]"),
+        ([122, 4096], r"must be positive multiples of the merge unit 4, got \[122, 4096\]"),
+        (4096, "token_buckets must be positive multiples of the merge unit 4, got 4096"),
     ],
 )
 def test_refuses_buckets(token_buckets, message):
