@@ -4,12 +4,13 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
 from flax_models import ImageConfig, ImageError, VisionConfig, preprocess
 from flax_models.images import smart_resize
+from tests.hostile import examples
 
 LIMITS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # ours, in their words
 SIZES = [(56, 56), (333, 444), (20, 300), (101, 57), (1300, 1700), (30, 5000), (28, 28)]
@@ -30,8 +31,11 @@ def photograph(height, width, seed=0):
 QWEN3 = ImageConfig.of(VisionConfig.qwen3_vl_8b())
 
 
-def pillow_processor(**settings):
-    """Hugging Face's image processor on Pillow, under the name that the version gives it."""
+def pillow_processor(**values):
+    """Hugging Face's image processor on Pillow, under the name that the version gives it.
+
+    4.57 takes no "size" but its defaults; every version takes the limits one by one.
+    """
     pytest.importorskip("transformers")
     try:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
@@ -41,7 +45,7 @@ def pillow_processor(**settings):
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import (
             Qwen2VLImageProcessor as Processor,
         )
-    return Processor(**{"size": LIMITS, **settings})
+    return Processor(size=dict(LIMITS), **values)
 
 
 def transformers_version():
@@ -71,15 +75,39 @@ def test_equals_hugging_face(size):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_qwen3_equals_hugging_face(size):
     """With the settings that its checkpoints publish."""
-    settings = {
-        "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+    published = {
+        "min_pixels": 65536,
+        "max_pixels": 16777216,
         "patch_size": 16,
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
     image = photograph(*size)
-    theirs = pillow_processor(**settings)(images=[image], return_tensors="np")
+    theirs = pillow_processor(**published)(images=[image], return_tensors="np")
     pixel_values, grid_thw = preprocess(image, QWEN3)
+    np.testing.assert_array_equal(grid_thw, theirs["image_grid_thw"])
+    np.testing.assert_array_equal(pixel_values, theirs["pixel_values"])
+
+
+# Hugging Face's processor takes an image of 1 or 3 rows for one of so many channels.
+@given(
+    *(st.integers(4, 300), st.integers(4, 300), st.integers(1, 60_000), st.integers(0, 60_000)),
+    *(st.sampled_from([14, 16]), st.integers(1, 3), st.integers(1, 3)),
+)
+@settings(max_examples=examples(50))
+def test_any_size_and_settings_equal_hugging_face(
+    height, width, least, more, patch_size, temporal_patch_size, merge_size
+):
+    sizes = {
+        "patch_size": patch_size,
+        "temporal_patch_size": temporal_patch_size,
+        "merge_size": merge_size,
+    }
+    limits = {"min_pixels": least, "max_pixels": least + more}
+    image = photograph(height, width)
+    processor = pillow_processor(**limits, **sizes)
+    theirs = processor(images=[Image.fromarray(image)], return_tensors="np")
+    pixel_values, grid_thw = preprocess(image, ImageConfig(**limits, **sizes))
     np.testing.assert_array_equal(grid_thw, theirs["image_grid_thw"])
     np.testing.assert_array_equal(pixel_values, theirs["pixel_values"])
 
