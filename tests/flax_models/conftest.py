@@ -34,7 +34,9 @@ TINY_TEXT = {
     "head_dim": 12,
     "bos_token_id": 5,
     "eos_token_id": 6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 2]},
+    # As transformers 4.57 takes them, and 5 still does.
+    "rope_theta": 1e6,
+    "rope_scaling": {"rope_type": "default", "mrope_section": [2, 2, 2]},
 }
 # Names of the whole models' classes, less their endings.
 _CLASSES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
