@@ -179,7 +179,7 @@ def _load_frame(frame: Any, name: str) -> Image.Image:
     if isinstance(frame, str | os.PathLike):
         name = f"{name} ({os.fspath(frame)})"
     elif not isinstance(frame, Image.Image):
-        raise ImageError(f"{name} must be a PIL image, a path or an array, got {_kind(frame)}")
+        raise ImageError(f"{name} must be a PIL image, a path or a NumPy array, got {_kind(frame)}")
     try:
         if isinstance(frame, Image.Image):
             return _to_rgb(frame)

@@ -342,8 +342,8 @@ def test_refuses_emptiness(images):
         (np.zeros((2, 9, 9), np.uint8)[None], r"frame 0 of image 0 must be a uint8 array"),
         (np.zeros((1, 201, 3), np.uint8), r"image 0: sides of 1 x 201 .* have the ratio 201"),
         (7, "expected an image, a clip or a list of them, got int"),
-        ([None], "image 0 must be a PIL image, a path or an array, got NoneType"),
-        ([[b"x"]], "frame 0 of image 0 must be a PIL image, a path or an array, got bytes"),
+        ([None], "image 0 must be a PIL image, a path or a NumPy array, got NoneType"),
+        ([[b"x"]], "frame 0 of image 0 must be a PIL image, a path or a NumPy array, got bytes"),
     ],
 )
 def test_refuses_what_is_no_image(image, message):
