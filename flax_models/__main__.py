@@ -54,12 +54,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arrays = _encode_images(tower, image_config, options)
         _write(options.out, arrays, [str(path) for path in options.images])
     except (ValueError, OSError, ImportError, MemoryError) as error:
-        print(f"{parser.prog}: error: {str(error) or 'out of memory'}", file=sys.stderr)
-        return 2
+        return _refuse(parser.prog, str(error) or "out of memory")
+    except RuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):  # XLA: a device's memory is used up
+            raise
+        return _refuse(parser.prog, str(error).splitlines()[0])
     tokens = sum(len(rows) for name, rows in arrays.items() if name.startswith("embeddings_"))
     images = f"{len(options.images)} image" + "s" * (len(options.images) > 1)
     print(f"wrote {tokens:,} embeddings of {images} to {options.out}")
     return 0
+
+
+def _refuse(program: str, sentence: str) -> int:
+    print(f"{program}: error: {sentence}", file=sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:

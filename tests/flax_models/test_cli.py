@@ -287,6 +287,19 @@ def test_a_call_that_does_not_fit(run, tmp_path, monkeypatch):
     refused(run(), tmp_path, "needs about", "are free")
 
 
+@pytest.mark.parametrize("busy", ["load_vision_tower", "VisionTower.__call__"])
+def test_a_device_whose_memory_is_used_up(run, tmp_path, monkeypatch, busy):
+    import jax
+
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\n--"
+        )
+
+    monkeypatch.setattr(f"flax_models.{busy}", fail)
+    assert refused(run(), tmp_path, "Out of memory allocating 9 bytes.")
+
+
 def test_missing_output_directory(run, tmp_path):
     assert refused(run(out="nowhere/out.npz"), tmp_path, "nowhere")
 
