@@ -34,24 +34,30 @@ def rope_attention_reference(
     """Rotate, then attend segment by segment; shapes as fused_rope_attention's.
 
     Logits and softmax in fp32, probabilities cast to the dtype of v, the second product summed in
-    fp32. Tokens of no segment get 0.
+    fp32. Tokens of no segment get 0; a value of cu_seqlens that is below an earlier one counts as
+    that one, and one outside the tensors as their end. Waits for the GPU.
     """
     tokens = q.shape[0]
     q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    # Writes nothing, but makes out depend on all three: without segments gradients are 0, not None.
-    out[:0] = q[:0] + k[:0] + v[:0]
-    bounds = cu_seqlens.clamp(0, tokens).tolist()
-    # Under autocast the products would be in bf16.
-    with torch.autocast(q.device.type, enabled=False):
-        for start, end in itertools.pairwise(bounds):
-            for first in range(start, end, QUERY_BLOCK):
-                rows = slice(first, min(first + QUERY_BLOCK, end))
-                out[rows] = _attend(q[rows], k[start:end], v[start:end], scale)
-    return out
+    bounds = list(itertools.accumulate(cu_seqlens.clamp(0, tokens).tolist(), max))
+    lengths = [end - start for start, end in itertools.pairwise([0, *bounds, tokens])]
+    # Split and joined, each once: the derivative of a slice, or of writing to one, is as large as
+    # the whole tensor, and there may be a segment for every few tokens.
+    before, *segments, behind = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    # Of no rows, but makes the result depend on all three: without segments gradients are 0, not
+    # None.
+    nothing = q[:0] + k[:0] + v[:0]
+    with torch.autocast(q.device.type, enabled=False):  # there the products would be in bf16
+        attended = [_attend(*segment, scale) for segment in segments if len(segment[0])]
+    return torch.cat([nothing, torch.zeros_like(before[0]), *attended, torch.zeros_like(behind[0])])
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """One segment, not empty."""
+    return torch.cat([_attend_block(rows, k, v, scale) for rows in q.split(QUERY_BLOCK)])
+
+
+def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     logits = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
     p = torch.exp(logits - logits.amax(-1, keepdim=True).detach())
     normalizer = p.sum(-1).T[..., None]

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import triton_kernels
 from tests.kernel_cases import make_case
@@ -114,3 +116,27 @@ def test_functional_transforms_are_refused():
 
     with pytest.raises(RuntimeError, match="functorch transforms"):
         torch.func.grad(loss)(tensors[0])
+
+
+class Written(TorchDispatchMode):
+    """Counts the elements that operators return."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.elements += sum(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))
+        return result
+
+
+def test_gradients_cost_as_much_for_each_segment_however_many_there_are():
+    def cost(segments):
+        case = make_case([8] * segments, head_dim=8, heads=1, dtype="float32")
+        *tensors, cu_seqlens = map(to_torch, case.separate)
+        q, *others = (x.requires_grad_() for x in tensors)
+        with Written() as written:
+            out = triton_kernels.rope_attention_reference(q, *others, cu_seqlens, 1.0)
+            out.sum().backward()
+        return written.elements / segments
+
+    assert cost(128) < 1.2 * cost(16)
