@@ -171,7 +171,10 @@ class VisionTower(nn.Module):
             in window order: the order in which Hugging Face's blocks return theirs too.
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
-        for hidden in _block_outputs(self, patches, layout):
+        hidden_states = _block_outputs(self, patches, layout)
+        for _ in self.blocks:
+            with _without_autocast(self):  # but not while the caller has the state before
+                hidden = next(hidden_states)
             yield hidden[: layout.num_tokens]
 
 
@@ -267,14 +270,18 @@ def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Em
     """
     indexes = tower.config.deepstack_visual_indexes
     features = []
-    # Under autocast the pass would be in another dtype, and a recording would keep it.
-    with torch.autocast(tower.device.type, enabled=False):
+    with _without_autocast(tower):
         for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
             if index in indexes:
                 merger = tower.deepstack_mergers[indexes.index(index)]
                 features.append(merger(hidden)[layout.output_order])
         embeddings = tower.merger(hidden)[layout.output_order]
     return (embeddings, tuple(features)) if indexes else embeddings
+
+
+def _without_autocast(tower: VisionTower) -> torch.autocast:
+    """Where a pass is in the tower's dtype: not in autocast's, which a recording would keep."""
+    return torch.autocast(tower.device.type, enabled=False)
 
 
 def _block_outputs(

@@ -67,10 +67,16 @@ def test_autocast_changes_no_bit(config, tower):
     grid = GRIDS["clip"]
     patches = random_patches(config, grid)
     expected = tensors(tower(patches, grid))
+    states = list(tower.hidden_states(patches, grid))
     with torch.autocast(tower.device.type, torch.bfloat16):
         ours = tensors(tower(patches, grid))
-    assert [x.dtype for x in ours] == [torch.float32] * len(expected)
-    assert all(map(torch.equal, ours, expected))
+        ours_between = []
+        for state in tower.hidden_states(patches, grid):
+            assert torch.is_autocast_enabled(tower.device.type), "the caller's own remains"
+            ours_between.append(state)
+    for results, exact in ((ours, expected), (ours_between, states)):
+        assert [x.dtype for x in results] == [torch.float32] * len(exact)
+        assert all(map(torch.equal, results, exact))
 
 
 def test_a_bucketed_call_equals_the_unpadded_one(config, tower):
