@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from tests.integrations.hugging_face import CLASSES, bits_of, make_tower, snapshot
 from triton_kernels.integrations import layers
@@ -50,6 +51,47 @@ def test_a_quantised_layer_that_has_to_be_padded(layer):
     assert_refused(both, TypeError, rf"blocks\.2\.mlp\.{layer} has to be padded.*got Quantised")
 
 
+def prune_half(linear):
+    prune.l1_unstructured(linear, "weight", 0.5)
+
+
+@pytest.mark.parametrize("change", [prune_half, parametrizations.weight_norm])
+def test_a_reparametrised_layer_that_has_to_be_padded(change):
+    tower = make_tower("qwen2_5")
+    change(tower.blocks[1].mlp.up_proj)
+    assert_refused(tower, TypeError, r"blocks\.1\.mlp\.up_proj has to be padded.*type Tensor")
+
+
+@pytest.mark.parametrize(
+    ("layer", "change", "undo"),
+    [
+        ("mlp.up_proj", prune_half, lambda linear: prune.remove(linear, "weight")),
+        (
+            "mlp.up_proj",
+            parametrizations.orthogonal,
+            lambda linear: nn.utils.parametrize.remove_parametrizations(linear, "weight"),
+        ),
+        (
+            "norm1",
+            lambda norm: nn.utils.parametrize.register_parametrization(norm, "weight", nn.ReLU()),
+            lambda norm: nn.utils.parametrize.remove_parametrizations(norm, "weight"),
+        ),
+    ],
+)
+def test_restore_refuses_what_another_library_has_changed(layer, change, undo):
+    tower = make_tower("qwen2_5")
+    before = snapshot(tower)
+    both = nn.ModuleList([make_tower("qwen2_5"), accelerate(tower)])
+    changed = tower.blocks[1].get_submodule(layer)
+    change(changed)
+    accelerated_and_changed = snapshot(both)
+    with pytest.raises(ValueError, match=rf"blocks\.1\.{layer} must be as accelerate left it, got"):
+        restore(both)
+    assert snapshot(both) == accelerated_and_changed
+    undo(changed)
+    assert snapshot(restore(tower)) == before
+
+
 def test_a_quantised_layer_that_need_not_be_padded():
     tower = make_tower("qwen2")
     tower.blocks[0].mlp.fc1.__class__ = Quantised
@@ -82,6 +124,21 @@ def test_a_sharded_layer(mesh, layer, error, message):
     linear = tower.blocks[1].get_submodule(layer)
     linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(0)]))
     assert_refused(tower, error, message)
+
+
+def test_restore_refuses_a_tower_sharded_since(mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    tower = accelerate(make_tower("qwen2_5").cpu())
+    fully_shard(tower.blocks[1].attn, mesh=mesh)
+    with pytest.raises(ValueError, match=r"blocks\.1\.attn must be .* got a FSDPFusedAttention"):
+        restore(tower)
+    tower = accelerate(make_tower("qwen2_5").cpu())
+    fully_shard(tower, mesh=mesh)
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.mlp\.gate_proj must be .* got a PaddedLinear"
+    ):
+        restore(tower)
 
 
 @pytest.mark.parametrize("layer", ["attn.proj", "mlp.down_proj"])

@@ -23,13 +23,26 @@ _THETA = 10000.0  # transformers 4.57 has it in its code, not in the configurati
 
 
 class StandIn(nn.Module):
-    """Base of the stand-ins."""
+    """Base of the stand-ins.
+
+    Attributes:
+        own_class: what the module's class was before, and will be again.
+    """
+
+    own_class: type[nn.Module]
 
     def take_on(self) -> None:
         """Change what the module stores; called once it is of this class."""
 
     def give_up(self) -> None:
         """Undo `take_on`; called before the module is of its own class again."""
+
+    def is_intact(self) -> bool:
+        """Whether nobody has changed the module since, so that it can give up its role.
+
+        Parametrizations and FSDP, for instance, give it a class derived from the stand-in's.
+        """
+        return "own_class" in vars(type(self))
 
     def __reduce__(self) -> tuple:
         # The class is made at run time, so that pickle and copy can't find it by its name.
@@ -43,14 +56,14 @@ def stand_in(module: nn.Module, role: type[StandIn]) -> None:
 
 
 def put_back(module: StandIn) -> None:
-    """Have a module give up its role and be what it was."""
+    """Have a module, which is intact, give up its role and be what it was."""
     module.give_up()
-    module.__class__ = type(module).__bases__[1]
+    module.__class__ = module.own_class
 
 
 @functools.cache
 def _class(role: type[StandIn], own: type[nn.Module]) -> type[StandIn]:
-    return type(f"{role.__name__}_{own.__name__}", (role, own), {})
+    return type(f"{role.__name__}_{own.__name__}", (role, own), {"own_class": own})
 
 
 def _new(role: type[StandIn], own: type[nn.Module]) -> StandIn:
@@ -155,6 +168,10 @@ class PaddedLinear(StandIn):
         """Cut the padding off."""
         _resize(self, _cut, (self.out_features, self.in_features))
 
+    def is_intact(self) -> bool:
+        """As for every stand-in; and its parameters are such as can be cut."""
+        return super().is_intact() and holds_plain_parameters(self)
+
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._parameters:
@@ -172,6 +189,18 @@ class PaddedLinear(StandIn):
 def aligned_width(width: int) -> int:
     """The width at which a layer is stored: 3420 becomes 3456, a multiple of 8 stays."""
     return width if width % _ACCEPTED == 0 else -(-width // _STORED) * _STORED
+
+
+def holds_plain_parameters(linear: nn.Linear) -> bool:
+    """Whether a layer holds a weight and a bias, if any, that can be resized, and nothing else.
+
+    Sharded and quantised ones are of other types; pruning and weight norm hold something in their
+    place, or beside them.
+    """
+    held = {**linear._parameters, **linear._buffers}
+    return held.keys() <= {"weight", "bias"} and all(
+        x is None or type(x) is nn.Parameter for x in held.values()
+    )
 
 
 Resize = Callable[[torch.Tensor, tuple[int, int]], torch.Tensor]

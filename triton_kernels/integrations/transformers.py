@@ -20,6 +20,7 @@ from triton_kernels.integrations.layers import (
     PaddedLinear,
     StandIn,
     aligned_width,
+    holds_plain_parameters,
     put_back,
     stand_in,
 )
@@ -65,8 +66,10 @@ def accelerate(model: Model) -> Model:
     call. Modules and parameters remain the objects that they are.
 
     `state_dict`, `load_state_dict` and `save_pretrained` keep the published shapes; the padded
-    parameters themselves are wider, so accelerate before making an optimizer of them. Attention
-    on a CPU and its backward pass anywhere run through the reference.
+    parameters themselves are wider, so accelerate before making an optimizer of them or wrapping
+    the model for several processes, and run a backward pass on the same side of the change as its
+    forward pass. Adapters (LoRA) on the padded layers, Qwen2.5-VL's MLP, would miss that width.
+    Attention on a CPU and its backward pass anywhere run through the reference.
 
     Args:
         model: a Hugging Face Qwen2-VL, Qwen2.5-VL or Qwen3-VL model, with or without its head, or
@@ -78,7 +81,7 @@ def accelerate(model: Model) -> Model:
 
     Raises:
         TypeError: no vision tower of these families in it, or a layer that has to be padded and
-            can't be, because it is quantised or sharded.
+            can't be, because it is quantised, sharded or reparametrised.
         ValueError: a layer whose weights are sharded or not in memory, or that another library has
             given a forward of its own, or a head_dim that the kernel does not take.
         RuntimeError: a transformers version whose attention has another signature.
@@ -100,6 +103,8 @@ def restore(model: Model) -> Model:
 
     Raises:
         TypeError: no vision tower of these families in it.
+        ValueError: another library has changed a layer since (parametrised, pruned or sharded it,
+            for instance), which has to be undone first; nothing is changed.
     """
     _restore(_find_towers(model))
     return model
@@ -109,7 +114,7 @@ def restore(model: Model) -> Model:
 def accelerated(model: Model) -> Iterator[Model]:
     """`accelerate` within a with statement, undone at its end unless the model came accelerated.
 
-    Args and errors are those of `accelerate`.
+    Args and errors are those of `accelerate`, and at the end those of `restore`.
     """
     changed = _accelerate(_find_towers(model))
     try:
@@ -159,13 +164,24 @@ def _change(tower: nn.Module) -> None:
 
 
 def _restore(towers: list[nn.Module]) -> None:
+    """Check all towers, then change back those that are accelerated."""
     for tower in towers:
-        for module in tower.modules():
-            if isinstance(module, StandIn):
-                put_back(module)
+        for name, module in _stand_ins(tower):
+            if not module.is_intact():
+                raise ValueError(
+                    f"{name} must be as accelerate left it, got a {type(module).__name__} that "
+                    "another library has changed: undo that before"
+                )
+    for tower in towers:
+        for _, module in _stand_ins(tower):
+            put_back(module)
         if hasattr(tower, _HOOK):
             getattr(tower, _HOOK).remove()
             delattr(tower, _HOOK)
+
+
+def _stand_ins(tower: nn.Module) -> list[tuple[str, StandIn]]:
+    return [(n, m) for n, m in tower.named_modules() if isinstance(m, StandIn)]
 
 
 def _rms_norms(tower: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -195,13 +211,12 @@ def _check(tower: nn.Module) -> None:
             )
     misaligned = _misaligned(tower)
     for name, linear in misaligned:
-        if type(linear) is not nn.Linear or any(
-            type(parameter) is not nn.Parameter for parameter in linear.parameters()
-        ):
+        if type(linear) is not nn.Linear or not holds_plain_parameters(linear):
             kind = type(getattr(linear, "weight", None)).__name__
             raise TypeError(
                 f"{name} has to be padded, for which it must be a torch.nn.Linear that is neither "
-                f"quantised nor sharded, got {type(linear).__name__} with a weight of type {kind}"
+                "quantised, sharded nor reparametrised (pruned, for instance), "
+                f"got {type(linear).__name__} with a weight of type {kind}"
             )
     for name, module in [*attentions, *_rms_norms(tower), *misaligned]:
         _check_unhooked(name, module)
