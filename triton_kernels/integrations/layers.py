@@ -156,8 +156,8 @@ class ExactFrequencies(StandIn):
 class PaddedLinear(StandIn):
     """A linear layer stored at an aligned width, filled up with zeros, that shows its own width.
 
-    `in_features`, `out_features`, state dicts and what they accept keep the published sizes. The
-    parameters keep their identity and are wider.
+    `in_features`, `out_features`, state dicts and what they accept keep the published sizes: there
+    the weights are views. The parameters keep their identity and are wider.
     """
 
     def take_on(self) -> None:
@@ -176,7 +176,9 @@ class PaddedLinear(StandIn):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._parameters:
             if prefix + name in destination:
-                destination[prefix + name] = _cut(
+                # In the parameter's own memory, as of any module: what is written to it, as running
+                # averages of models do, is written to the model.
+                destination[prefix + name] = _published_part(
                     destination[prefix + name], (self.out_features, self.in_features)
                 )
 
@@ -226,6 +228,9 @@ def _pad(values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 def _cut(values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """The first rows and columns of a weight, or rows of a bias, in memory of their own."""
-    return values[tuple(map(slice, shape[: values.ndim]))].clone(
-        memory_format=torch.contiguous_format
-    )
+    return _published_part(values, shape).clone(memory_format=torch.contiguous_format)
+
+
+def _published_part(values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """A view of the first rows and columns of a weight, or rows of a bias."""
+    return values[tuple(map(slice, shape[: values.ndim]))]

@@ -65,7 +65,8 @@ def accelerate(model: Model) -> Model:
     put right; and what depends on the image sizes alone is worked out once per size, not on every
     call. Modules and parameters remain the objects that they are.
 
-    `state_dict`, `load_state_dict` and `save_pretrained` keep the published shapes; the padded
+    `state_dict`, `load_state_dict` and `save_pretrained` keep the published shapes (in a state dict
+    as views, which `safetensors.torch.save_file` wants made contiguous first). The padded
     parameters themselves are wider, so accelerate before making an optimizer of them or wrapping
     the model for several processes, and run a backward pass on the same side of the change as its
     forward pass. Adapters (LoRA) on the padded layers, Qwen2.5-VL's MLP, would miss that width.
