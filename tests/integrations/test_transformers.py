@@ -126,6 +126,21 @@ def test_a_whole_models_logits():
     assert relative_error(result, expected) < FP32_TOLERANCE
 
 
+@pytest.mark.skipif(not plan.PRECOMPUTED, reason="to transformers 4.57 itself it does")
+@every_family
+def test_the_default_device_does_not_matter(family):
+    tower = make_tower(family).to(torch.bfloat16)
+    inputs = random_inputs(tower, GRIDS["clip"])
+    plan._plan.cache_clear()
+    with torch.no_grad():
+        expected = run(accelerate(tower), *inputs)
+        restore(tower)
+        plan._plan.cache_clear()
+        with torch.device("meta"):
+            results = run(accelerate(tower), *inputs)
+    assert all(map(torch.equal, results, expected))
+
+
 @every_family
 def test_a_size_is_planned_once(family):
     tower = accelerate(make_tower(family))

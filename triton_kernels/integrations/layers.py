@@ -144,7 +144,7 @@ class ExactFrequencies(StandIn):
         self.register_buffer("cast_inv_freq", self.inv_freq, persistent=False)
         count, config = len(self.inv_freq), getattr(self, "config", None)
         theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", _THETA)
-        exponents = torch.arange(count, dtype=torch.float32) / count
+        exponents = torch.arange(count, dtype=torch.float32, device="cpu") / count
         self.inv_freq = (1.0 / theta**exponents).to(self.inv_freq.device)
 
     def give_up(self) -> None:

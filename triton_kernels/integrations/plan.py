@@ -98,8 +98,9 @@ def _plan(geometry: Geometry, grid: Grid, device: torch.device) -> dict[str, Any
         "longest_frame": next_power_of_2(max((h * w for _, h, w in grid), default=1))
     }
     if PRECOMPUTED:
-        # Made outside of inference mode, since a later call may want gradients.
-        with torch.inference_mode(False), torch.no_grad():
+        # Made outside of inference mode, since a later call may want gradients; and on the CPU,
+        # whatever device the user has PyTorch create tensors on.
+        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
             tensors = _precompute(geometry, torch.tensor(grid).reshape(-1, 3))
             plan |= {name: tensor.to(device) for name, tensor in tensors.items()}
     return plan
