@@ -40,7 +40,7 @@ def fused_rope_attention(
             before the first and behind the last are padding.
         max_seqlen: upper bound on a segment's length. None: read from cu_seqlens, which waits for
             the GPU. Rows of a segment that is longer come out right or NaN, never wrong.
-        scale: positive factor of the logits; default head_dim ** -0.5.
+        scale: positive factor of the logits, which gets no gradient; default head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice,
             else "none".

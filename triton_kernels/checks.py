@@ -85,6 +85,8 @@ def check_arguments(
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
     if scale is not None and not _is_positive(scale):
         raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
+    if isinstance(scale, torch.Tensor) and scale.requires_grad:
+        raise ValueError(f"scale must be a number, as it gets no gradient, got {scale!r}")
     if fuse not in FUSE:
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
     if implementation not in IMPLEMENTATIONS:
@@ -100,7 +102,7 @@ def check_arguments(
             _passed.add(form)
     # PyTorch drops the tangents of an operator that has no forward mode, in silence.
     dual_level = forward_ad._current_level >= 0
-    if dual_level and any(forward_ad.unpack_dual(x).tangent is not None for x in everything):
+    if dual_level and any(map(_has_tangent, (*everything, scale))):
         raise NotImplementedError(
             "forward-mode differentiation is not supported, use reverse mode (backward, grad)"
         )
@@ -147,6 +149,10 @@ def _check_tensors(
     _check_cu_seqlens_form(cu_seqlens)
     if cu_seqlens.device != first.device:
         raise ValueError(f"cu_seqlens must be on {first.device}, got {cu_seqlens.device}")
+
+
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _check_tensor(name: str, x: Any) -> None:

@@ -99,13 +99,22 @@ def test_second_derivatives_of_tensors_that_depend_on_each_other():
 
 # From PyTorch's own forward_ad.py, when forward mode is first used.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("moved", range(5))
+@pytest.mark.parametrize("moved", range(6))
 def test_forward_mode_is_refused(moved):
     *tensors, cu_seqlens = map(to_torch, make_case([5], head_dim=16).separate)
+    tensors.append(torch.tensor(0.25))  # the scale
     with forward_ad.dual_level():
         tensors[moved] = forward_ad.make_dual(tensors[moved], torch.ones_like(tensors[moved]))
+        *arguments, scale = tensors
         with pytest.raises(NotImplementedError, match="forward-mode differentiation is not supp"):
-            triton_kernels.fused_rope_attention(*tensors, cu_seqlens, max_seqlen=8)
+            triton_kernels.fused_rope_attention(*arguments, cu_seqlens, max_seqlen=8, scale=scale)
+
+
+def test_a_scale_that_wants_a_gradient_is_refused():
+    arguments = map(to_torch, make_case([5], head_dim=16).separate)
+    scale = torch.nn.Parameter(torch.tensor(0.25))
+    with pytest.raises(ValueError, match=r"scale must be a number, .* no gradient, got Parameter"):
+        triton_kernels.fused_rope_attention(*arguments, max_seqlen=8, scale=scale)
 
 
 def test_functional_transforms_are_refused():
