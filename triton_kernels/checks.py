@@ -136,7 +136,7 @@ def _check_tensors(
             raise ValueError(f"{name} must be on {first.device} like {names[0]}, got {x.device}")
         _check_strides(name, x)
     tokens, head_dim = first.shape[0], first.shape[-1]
-    if tokens > MAX_TOKENS:
+    if not _holds(tokens <= MAX_TOKENS):
         raise ValueError(f"at most {MAX_TOKENS} tokens are supported, got {tokens}")
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
@@ -158,6 +158,19 @@ def _has_tangent(x: Any) -> bool:
 def _check_tensor(name: str, x: Any) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def _holds(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds; where a trace does not know, that is for it to check."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    # Importing it takes half a second, which a trace has spent.
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    if not guard_or_true(condition):
+        return False
+    torch._check(condition)
+    return True
 
 
 def _check_strides(name: str, x: torch.Tensor) -> None:
@@ -203,12 +216,13 @@ def _check_angles(first: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
 def _check_cu_seqlens_form(cu_seqlens: torch.Tensor) -> None:
     if cu_seqlens.dtype != torch.int32:
         raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or not cu_seqlens.is_contiguous():
+    contiguous = cu_seqlens.ndim == 1 and cu_seqlens.is_contiguous()
+    if not contiguous or not _holds(cu_seqlens.shape[0] >= 1):
         raise ValueError(
             "cu_seqlens must be a contiguous vector of segments + 1 values, "
             f"got shape {tuple(cu_seqlens.shape)}"
         )
-    if cu_seqlens.shape[0] - 1 > MAX_SEGMENTS:
+    if not _holds(cu_seqlens.shape[0] - 1 <= MAX_SEGMENTS):
         raise ValueError(
             f"at most {MAX_SEGMENTS} segments are supported, got {cu_seqlens.shape[0] - 1}"
         )

@@ -69,6 +69,37 @@ def test_compiles_once_for_any_number_of_tokens(bound):
     assert backend.frame_count == 1
 
 
+class OfKept(torch.nn.Module):
+    """Attention within segments, of which empty ones are dropped, of the tokens that are kept."""
+
+    def forward(self, kept, *arguments):
+        *tensors, cu_seqlens = arguments
+        tensors = [x[kept.nonzero()[:, 0]] for x in tensors]
+        return attend(True, *tensors, torch.unique_consecutive(cu_seqlens))
+
+
+def inputs_of_kept(lengths):
+    kept = torch.arange(sum(lengths) + 2, device=DEVICE) < sum(lengths)
+    return kept, *arguments_of(True, lengths)
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_compiles_once_whatever_sizes_the_values_decide():
+    torch.compiler.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(OfKept(), fullgraph=True, backend=backend, dynamic=True)
+    for lengths in ((5, 9, 1), (7, 0, 8), (0, 0, 16)):
+        inputs = inputs_of_kept(lengths)
+        torch.testing.assert_close(compiled(*inputs), OfKept()(*inputs), rtol=0, atol=0)
+    assert backend.frame_count == 1
+
+
+def test_exports_whatever_sizes_the_values_decide():
+    exported = torch.export.export(OfKept(), inputs_of_kept((5, 9, 1, 3)))
+    other = inputs_of_kept((4, 0, 0, 14))
+    torch.testing.assert_close(exported.module()(*other), OfKept()(*other), rtol=0, atol=0)
+
+
 @both_forms
 @pytest.mark.parametrize("strict", [False, True])
 def test_exports_for_any_number_of_tokens(packed, strict):
