@@ -100,16 +100,6 @@ def test_a_quantised_layer_that_need_not_be_padded():
     restore(tower)
 
 
-@pytest.fixture
-def mesh():
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ("layer", "error", "message"),
     [

@@ -178,6 +178,25 @@ def test_gradients_are_hugging_faces(family, checkpointing):
         assert relative_error(result, expected[name]) < 1e-4, name
 
 
+def test_gradients_and_state_dict_of_a_sharded_tower(mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    untouched = make_tower("qwen2_5").cpu().train()
+    inputs = [x.cpu() for x in random_inputs(untouched, GRIDS["several"])]
+    tensors_of(untouched(*inputs))[-1].square().mean().backward()
+    tower = accelerate(make_tower("qwen2_5").cpu().train())
+    for block in tower.blocks:
+        fully_shard(block, mesh=mesh)
+    tensors_of(fully_shard(tower, mesh=mesh)(*inputs))[-1].square().mean().backward()
+    expected = dict(untouched.named_parameters())
+    for name, parameter in tower.named_parameters():
+        grad = parameter.grad.full_tensor()
+        published = grad[tuple(map(slice, expected[name].shape))]
+        assert relative_error(published, expected[name].grad) < 1e-4, name
+    whole = {name: tensor.full_tensor() for name, tensor in tower.state_dict().items()}
+    assert_same_bits(whole, untouched.state_dict())
+
+
 def test_trains_after_it_was_changed_in_inference_mode():
     tower = make_tower("qwen2_5").train()
     state, inputs = tower.state_dict(), random_inputs(tower, GRIDS["image"])
