@@ -92,7 +92,8 @@ def layout_segments(
 def rotary_angles(config: VisionConfig, positions: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """`layout.rotary_angles` on the device: cos and sin, fp32 [tokens, head_dim / 2]."""
     positions = jnp.asarray(positions).astype(jnp.float32)
-    angles = positions[:, :, None] * inverse_frequencies(config)  # [tokens, 2, head_dim / 4]
+    frequencies = inverse_frequencies(config)[None, None]
+    angles = positions[:, :, None] * frequencies  # [tokens, 2, head_dim / 4]
     angles = angles.reshape(len(positions), -1)
     return jnp.cos(angles), jnp.sin(angles)
 

@@ -1,6 +1,7 @@
 """The layers of the vision towers in Flax NNX; what differs between families is `config.family`'s.
 
 Every layer takes and returns [tokens, channels] in the tower's dtype; sums within it are fp32.
+Neither ranks nor dtypes are left for JAX to promote, which a program may forbid it.
 Parameters have the names of `tower_weights` and placeholder values until they are loaded.
 """
 
@@ -31,7 +32,7 @@ class Linear(nnx.Module):
         # A product in x's own dtype, not in fp32: only then does XLA hand the bias to cuBLAS, which
         # adds it in fp32 and rounds once.
         y = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision)
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else y + self.bias[None]
 
 
 class RMSNorm(nnx.Module):
@@ -45,7 +46,7 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
         normed = wide * jax.lax.rsqrt(mean_square + self.eps)
-        return (normed * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        return (normed * self.weight[...].astype(jnp.float32)[None]).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -61,7 +62,7 @@ class LayerNorm(nnx.Module):
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
         normed = centred * jax.lax.rsqrt(variance + self.eps)
-        weight, bias = (p[...].astype(jnp.float32) for p in (self.weight, self.bias))
+        weight, bias = (p[...].astype(jnp.float32)[None] for p in (self.weight, self.bias))
         return (normed * weight + bias).astype(x.dtype)
 
 
@@ -99,7 +100,8 @@ class PositionTable(nnx.Module):
         stretched /= jnp.maximum(frame_sizes - 1, 1).astype(jnp.float32)
         floor = jnp.floor(stretched)
         upper_share = stretched - floor
-        entries = floor.astype(jnp.int32)[..., None] + jnp.arange(2)  # [tokens, axis, lower-upper]
+        lower_upper = jnp.arange(2)[None, None]
+        entries = floor.astype(jnp.int32)[..., None] + lower_upper  # [tokens, axis, lower-upper]
         row, column = jnp.unstack(jnp.minimum(entries, self.side - 1), axis=1)
         shares = jnp.stack([1 - upper_share, upper_share], axis=-1)
         corners = (row[:, :, None] * self.side + column[:, None, :]).reshape(-1, 4)

@@ -181,11 +181,11 @@ def test_a_call_under_jit_leaves_no_tracer_behind(config, tower):
     )
 
 
-def test_where_no_dtype_is_promoted_silently(config, tower):
+def test_where_nothing_is_promoted_silently(config, tower):
     grid = [(1, 4, 6)]
     half = nnx.clone(tower)
     nnx.update(half, jax.tree.map(lambda value: value.astype(jnp.bfloat16), nnx.state(half)))
-    with jax.numpy_dtype_promotion("strict"):
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         assert jnp.isfinite(side_by_side(half(random_patches(config, grid), grid))).all()
 
 
