@@ -59,6 +59,9 @@ def rope_attention_reference(
         attended = _attend(take(q, row), take(k, key), take(v, key), key < tokens, scale)
         return out.at[row].set(attended, mode="drop")
 
+    # The backward pass attends again: kept, the logits would be those of every step, and a scan
+    # keeps as many for an empty segment as for the longest.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(out: jax.Array, place: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         segment, i = place
         start, end = bounds[segment], bounds[segment + 1]

@@ -57,3 +57,16 @@ def test_forward_mode_is_refused(implementation):
     attend = public_function(True, {"implementation": implementation, "max_seqlen": 8})
     with pytest.raises(TypeError, match=r"forward-mode .*custom_vjp"):
         jax.jvp(lambda *x: attend(*x, cu_seqlens), arguments, arguments)
+
+
+def test_gradients_take_less_memory_than_the_probabilities_of_one_segment():
+    """In one segment beside eight empty ones, as a tower's bucket has them."""
+    tokens, segments, heads, head_dim = 1024, 9, 4, 16
+    attend = public_function(True, {"implementation": "reference", "max_seqlen": tokens})
+    gradient = jax.jit(jax.grad(lambda *x: attend(*x).sum()), compiler_options=COMPILER_OPTIONS)
+    angles = jax.ShapeDtypeStruct((tokens, head_dim // 2), jnp.float32)
+    qkv = jax.ShapeDtypeStruct((tokens, 3, heads, head_dim), jnp.float32)
+    cu_seqlens = jax.ShapeDtypeStruct((segments + 1,), jnp.int32)
+    compiled = gradient.lower(qkv, angles, angles, cu_seqlens).compile()
+    probabilities = heads * tokens * tokens * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < probabilities
