@@ -14,6 +14,7 @@ from pallas_kernels.launch import auto_fuse, find_launch, head_split, window_lim
 from pallas_kernels.launch_table import Launch
 from pallas_kernels.reference import refuse_longer, rope_attention_reference
 from pallas_kernels.rotate_kernel import rotate_kernel
+from pallas_kernels.sharding import check_shardings, on_own_heads
 from pallas_kernels.softmax import ONLINE_LENGTH
 from pallas_kernels.stream_kernel import hoists, stream_kernel
 from pallas_kernels.window_kernel import window_kernel
@@ -57,11 +58,13 @@ def fused_rope_attention(
         [tokens, heads, head_dim] in the dtype of q; exactly 0 for padding.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or keyword is not as stated above.
+        TypeError, ValueError: a dtype, shape or keyword is not as stated above, or an array's type
+            says that it is split over devices otherwise than by heads.
 
     Differentiable in q, k, v, cos and sin in reverse mode: the backward pass runs through the
-    reference. Under vmap the calls run one after the other; under shard_map with q, k and v split
-    by heads, or all arguments by calls, each device runs its own.
+    reference. Under vmap the calls run one after the other. With q, k and v split by heads along
+    explicit axes of a mesh, or under shard_map, there also with all arguments split by calls, each
+    device runs its own.
     """
     arrays = tuple(jnp.asarray(x) for x in (q, k, v))
     plan, angles = _plan(
@@ -117,6 +120,7 @@ def _plan(
     values = cu_seqlens  # those of a NumPy array are known under jit, until it becomes JAX's
     cos, sin, cu_seqlens = (jnp.asarray(x) for x in (cos, sin, cu_seqlens))
     check_arguments(arrays, names, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
+    check_shardings(arrays, names, cos, sin, cu_seqlens)
     if max_seqlen is None:
         if isinstance(values, jax.core.Tracer):
             raise ValueError("max_seqlen must be given where cu_seqlens is traced (under jit)")
@@ -177,8 +181,12 @@ def _backward(plan: _Plan, arguments: tuple, grad: jax.Array) -> tuple:
 
 
 _attention.defvjp(_forward, _backward)
+
+
 # Outside of any jit it would be traced and compiled anew at each call.
-_run = jax.jit(_attention, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
+def _run(plan: _Plan, *arguments: tuple | jax.Array) -> jax.Array:
+    return on_own_heads(functools.partial(_attention, plan), *arguments)
 
 
 def _reference(

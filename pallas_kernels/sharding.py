@@ -1,0 +1,65 @@
+"""Heads that are split over devices, along axes of a mesh that are explicit, as by default.
+
+There an array's type says how it is split, and a kernel, written for the arrays of one device,
+cannot be traced with such types. Axes of other kinds are in no type.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax.sharding import PartitionSpec
+
+
+def check_shardings(
+    arrays: tuple[jax.Array, ...],
+    names: tuple[str, ...],
+    cos: jax.Array,
+    sin: jax.Array,
+    cu_seqlens: jax.Array,
+) -> None:
+    """Raise ValueError for the first argument that is split otherwise than by heads.
+
+    arrays are (q, k, v), or (qkv,) alone.
+    """
+    *before, heads, _ = _spec(arrays[0])
+    by_heads = PartitionSpec(*(None for _ in before), heads, None)
+    for name, x in zip(names, arrays, strict=True):
+        if _spec(x) != by_heads:
+            raise ValueError(
+                f"{name} must be split over devices by heads alone, as in {by_heads}, "
+                f"got {_spec(x)}"
+            )
+    for name, x in (("cos", cos), ("sin", sin), ("cu_seqlens", cu_seqlens)):
+        if any(_spec(x)):
+            raise ValueError(f"{name} must be the same on all devices, got {_spec(x)}")
+
+
+def on_own_heads(
+    attention: Callable[..., jax.Array],
+    qkv: tuple[jax.Array, ...],
+    cos: jax.Array,
+    sin: jax.Array,
+    cu_seqlens: jax.Array,
+) -> jax.Array:
+    """attention(qkv, cos, sin, cu_seqlens), by each device on its own heads where they are split.
+
+    Each of qkv is [tokens, parts, heads, head_dim], the result [tokens, heads, head_dim].
+    """
+    heads = _spec(qkv[0])[2]
+    if heads is None:
+        return attention(qkv, cos, sin, cu_seqlens)
+    split, same = PartitionSpec(None, None, heads), PartitionSpec()
+    split_attention = jax.shard_map(
+        attention,
+        mesh=jax.typeof(qkv[0]).sharding.mesh,
+        axis_names={heads} if isinstance(heads, str) else set(heads),
+        in_specs=((split,) * len(qkv), same, same, same),
+        out_specs=PartitionSpec(None, heads),
+        check_vma=False,  # Pallas' interpreter mixes what varies by device with what does not
+    )
+    return split_attention(qkv, cos, sin, cu_seqlens)
+
+
+def _spec(x: jax.Array) -> PartitionSpec:
+    """For each axis of an array the explicit axes of a mesh that split it; None where none do."""
+    return jax.typeof(x).sharding.spec

@@ -1,0 +1,89 @@
+"""Heads that are split over devices along explicit axes of a mesh."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import pallas_kernels
+from tests.kernel_cases import make_case
+
+# Four devices have to be asked for before JAX starts.
+_PROGRAM = """\
+import functools
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import pallas_kernels
+from tests.kernel_cases import make_case
+
+case = make_case((5, 0, 9), heads=4, head_dim=16, dtype="float32", trailing=3)
+mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+
+
+def results(arguments, packed, implementation):
+    name = "fused_rope_attention" + "_qkvpacked" * packed
+    attend = functools.partial(
+        getattr(pallas_kernels, name), max_seqlen=16, implementation=implementation
+    )
+
+    def loss(cu_seqlens, *arguments):
+        out = attend(*arguments, cu_seqlens)
+        return (out**2).sum(), out
+
+    *differentiable, cu_seqlens = arguments
+    argnums = tuple(range(1, len(arguments)))
+    return jax.tree.leaves(jax.jit(jax.grad(loss, argnums, True))(cu_seqlens, *differentiable))
+
+
+for packed, implementation, heads in ((True, "triton", ("a", "b")), (False, "auto", "b")):
+    arguments = case.packed if packed else case.separate
+    expected = results(arguments, packed, implementation)
+    by_heads = PartitionSpec(None, *[None] * packed, heads)
+    specs = [by_heads if x.ndim > 2 else PartitionSpec() for x in arguments]
+    split = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arguments, specs, strict=True)
+    ]
+    for ours, whole in zip(results(split, packed, implementation), expected, strict=True):
+        if whole.ndim > 2:
+            assert heads in jax.typeof(ours).sharding.spec, (packed, implementation)
+        np.testing.assert_allclose(ours, whole, rtol=0, atol=1e-5 * np.abs(whole).max())
+"""
+
+
+def test_each_device_attends_with_its_own_heads():
+    devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    devices["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiles much and runs little
+    command = [sys.executable, "-c", _PROGRAM]
+    result = subprocess.run(
+        command, env=os.environ | devices, check=False, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "message"),
+    [
+        ("q", 0, r"q must be split over devices by heads alone, as in .*, got .*\('x', None, None"),
+        ("k", 1, r"k must be split .*, as in .*\(None, None, None\), got .*\(None, 'x', None"),
+        ("cos", 0, r"cos must be the same on all devices, got .*\('x', None"),
+        ("cu_seqlens", 0, r"cu_seqlens must be the same on all devices, got .*\('x',"),
+    ],
+)
+def test_other_ways_to_split_are_refused(name, axis, message):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    names = ("q", "k", "v", "cos", "sin", "cu_seqlens")
+    arguments = dict(zip(names, map(jnp.asarray, make_case((5,)).separate), strict=True))
+    split = NamedSharding(mesh, PartitionSpec(*[None] * axis, "x"))
+    arguments[name] = jax.device_put(arguments[name], split)
+    attend = functools.partial(pallas_kernels.fused_rope_attention, max_seqlen=8)
+    with pytest.raises(ValueError, match=message):
+        attend(**arguments)
