@@ -4,8 +4,10 @@ Flattening a module of hundreds of parameters takes JAX a millisecond, much of a
 """
 
 import functools
+import itertools
+import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,38 +27,47 @@ COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level
 _programs: weakref.WeakKeyDictionary[nnx.Module, "_Program"] = weakref.WeakKeyDictionary()
 
 
-def compiled(
-    function: Callable[..., Any], module: nnx.Module, settings: tuple[Any, ...]
-) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], module: nnx.Module) -> Callable[..., Any]:
     """`jax.jit(function)`, by COMPILER_OPTIONS, with the module bound as its first argument.
 
     Each call reads the values that the module's parameters have by then. Which parameters there
-    are, and all that is static, is read once, and again where `settings` have changed.
+    are, and all that is static, is read once, and again where an attribute of the module, or of one
+    within it, has become another object.
 
     Args:
         function: pure; takes the module and further pytrees.
         module: always given with the same function.
-        settings: what may change about the module beside its parameters' values.
     """
     program = _programs.get(module)
-    if program is None or program.settings != settings:
+    if program is None or not program.is_current():
+        attributes = tuple(vars(node) for _, node in nnx.iter_modules(module))
         parameters = jax.tree.leaves(module, is_leaf=lambda node: isinstance(node, nnx.Variable))
         of_values = _of_structure(function, jax.tree.structure(module))
-        program = _programs[module] = _Program(settings, tuple(parameters), *of_values)
+        program = _Program(attributes, _values(attributes), tuple(parameters), *of_values)
+        _programs[module] = program
     return program
 
 
 @dataclass(frozen=True)
 class _Program:
-    settings: tuple[Any, ...]
+    attributes: tuple[dict[str, Any], ...]  # of each module, as they are now
+    known: list[Any]  # their values at the time of writing
     parameters: tuple[nnx.Variable, ...]
     run: Callable[..., Any]
     run_traced: Callable[..., Any]
+
+    def is_current(self) -> bool:
+        values = _values(self.attributes)
+        return len(values) == len(self.known) and all(map(operator.is_, values, self.known))
 
     def __call__(self, *arguments: Any) -> Any:
         values = [parameter.get_raw_value() for parameter in self.parameters]
         run = self.run if _trace_state() == _NO_TRACE else self.run_traced
         return run(values, *arguments)
+
+
+def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(map(dict.values, dictionaries)))
 
 
 _trace_state = functools.partial(get_opaque_trace_state, convention="flax_models")

@@ -82,8 +82,8 @@ class VisionTower(nnx.Module):
         """Encode images and clips, all in one call of one compiled function.
 
         The first call of each bucket compiles; `encode` is the same under a `jax.jit` of your own.
-        Each call reads the parameters' values anew, so that `nnx.update` takes effect, but which
-        modules and parameters there are is found out at the first.
+        Whatever is changed about the tower between calls takes effect: parameters' values, whole
+        parameters or modules, attributes.
 
         Args:
             pixel_values: [tokens, patch_dim] floating, the patches of all images as `preprocess`
@@ -107,8 +107,7 @@ class VisionTower(nnx.Module):
             MemoryError: a pass over so many tokens does not fit in what memory is free.
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
-        settings = (self.config, self.implementation, self.frame_attention)
-        run = compiled(_encode, self, settings=settings)
+        run = compiled(_encode, self)
         device = home_device(self.patch_embed.proj.weight)
         outputs, _ = run(patches, layout_on_device(layout, device))
         return jax.tree.map(lambda output: first_rows(output, layout.num_merged), outputs)

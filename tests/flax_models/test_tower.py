@@ -151,6 +151,36 @@ def test_updated_parameters_take_effect(config, tower):
     np.testing.assert_array_equal(side_by_side(tower(patches, grid)), before)
 
 
+class Adapted(nnx.Module):
+    """A layer with a sum of low rank beside it."""
+
+    def __init__(self, layer):
+        outputs, inputs = layer.weight.shape
+        self.layer = layer
+        self.lora = nnx.LoRA(
+            inputs, 2, outputs, b_initializer=nnx.initializers.normal(), rngs=nnx.Rngs(0)
+        )
+
+    def __call__(self, x):
+        return self.layer(x) + self.lora(x)
+
+
+@pytest.mark.parametrize("config", ["head_dim_16"], indirect=True)
+def test_what_is_replaced_between_calls_takes_effect(config, tower):
+    grid = GRIDS["smaller_than_a_window"]
+    patches = random_patches(config, grid)
+    ours = nnx.clone(tower)
+    before = ours(patches, grid)
+    ours.blocks[1].attn.qkv = Adapted(ours.blocks[1].attn.qkv)
+    adapted = ours(patches, grid)
+    assert relative_error(adapted, before) > 1e-3
+    ours.merger.fc2.weight = nnx.Param(ours.merger.fc2.weight[...] * 2)
+    after = ours(patches, grid)
+    assert relative_error(after, adapted) > 0.1
+    expected = jax.jit(encode)(ours, *ours.prepare(patches, grid))[: len(after)]
+    assert relative_error(after, expected) < FP32_TOLERANCE
+
+
 def test_encode_under_a_jit_of_the_callers_own(config, tower, traced_tokens):
     graphdef, parameters = nnx.split(tower)
     bucket = choose_bucket(config, GRIDS["mix"], [448])
