@@ -40,6 +40,12 @@ def test_scale_is_static():
         jax.jit(lambda scale: attend(max_seqlen=7, scale=scale))(0.25)
 
 
+@pytest.mark.parametrize("scale", [np.array([0.25]), 10**400], ids=["array", "beyond float"])
+def test_scale_is_a_number(scale):
+    with pytest.raises(ValueError, match="scale must be positive and finite or None, got "):
+        pallas_kernels.fused_rope_attention(*CASE.separate, max_seqlen=7, scale=scale)
+
+
 @pytest.mark.parametrize("implementation", ["auto", "triton", "reference"])
 def test_a_traced_cu_seqlens_needs_max_seqlen(implementation):
     attend = jax.jit(
