@@ -124,7 +124,7 @@ def _plan(
     if max_seqlen is None:
         if isinstance(values, jax.core.Tracer):
             raise ValueError("max_seqlen must be given where cu_seqlens is traced (under jit)")
-        max_seqlen = np.diff(np.asarray(values), prepend=0).max()
+        max_seqlen = np.diff(np.asarray(values, np.int64)).max(initial=0)
     max_seqlen = int(max_seqlen)
     if fuse == "auto":
         fuse = auto_fuse(arrays[0].dtype, max_seqlen)

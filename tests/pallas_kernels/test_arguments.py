@@ -9,6 +9,7 @@ import pytest
 
 import pallas_kernels
 from tests.kernel_argument_contract import CASE, ArgumentContract
+from tests.kernel_cases import make_case
 from tests.pallas_kernels.adapter import JaxAdapter
 
 
@@ -38,6 +39,17 @@ def test_scale_is_static():
     attend = functools.partial(pallas_kernels.fused_rope_attention_qkvpacked, *arrays, cu_seqlens)
     with pytest.raises(ValueError, match=r"scale must be positive and finite or None, got .*Trace"):
         jax.jit(lambda scale: attend(max_seqlen=7, scale=scale))(0.25)
+
+
+def test_padding_before_the_first_segment_is_no_segment():
+    """Taken for one, it would have short segments served by the kernel for long ones."""
+    case = make_case([5, 7], head_dim=16, leading=300)
+    attend = functools.partial(
+        pallas_kernels.fused_rope_attention_qkvpacked,
+        cu_seqlens=case.cu_seqlens,
+        implementation="triton",
+    )
+    assert "window_kernel" in str(jax.make_jaxpr(attend)(*case.packed[:-1]))
 
 
 @pytest.mark.parametrize("scale", [np.array([0.25]), 10**400], ids=["array", "beyond float"])
