@@ -1,6 +1,7 @@
-"""A jitted function of a module, called without walking the module at every call.
+"""A jitted function of a module, called without flattening the module at every call.
 
-Flattening a module of hundreds of parameters takes JAX a millisecond, much of a small image's time.
+That takes JAX a millisecond for hundreds of parameters, much of a small image's time; to see that
+all modules hold the same objects as before takes a twentieth of it.
 """
 
 import functools
@@ -41,9 +42,10 @@ def compiled(function: Callable[..., Any], module: nnx.Module) -> Callable[..., 
     program = _programs.get(module)
     if program is None or not program.is_current():
         attributes = tuple(vars(node) for _, node in nnx.iter_modules(module))
+        known = _values(attributes)
         parameters = jax.tree.leaves(module, is_leaf=lambda node: isinstance(node, nnx.Variable))
         of_values = _of_structure(function, jax.tree.structure(module))
-        program = _Program(attributes, _values(attributes), tuple(parameters), *of_values)
+        program = _Program(attributes, known, tuple(parameters), *of_values)
         _programs[module] = program
     return program
 
@@ -51,7 +53,7 @@ def compiled(function: Callable[..., Any], module: nnx.Module) -> Callable[..., 
 @dataclass(frozen=True)
 class _Program:
     attributes: tuple[dict[str, Any], ...]  # of each module, as they are now
-    known: list[Any]  # their values at the time of writing
+    known: list[Any]  # the values that they had when the parameters were found
     parameters: tuple[nnx.Variable, ...]
     run: Callable[..., Any]
     run_traced: Callable[..., Any]
