@@ -51,7 +51,9 @@ def visit_segment(
             q, q_tail, None,
             HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
         )  # fmt: skip
+        # Where even its rounding counts, nothing fits it.
         row_max = tl.max(logits, 1)
+        row_max = tl.where(tl.abs(row_max * scale_log2) < 4096.0, row_max, float("inf"))
 
     # The product of the tail's columns is computed a block of keys ahead: issued behind those with
     # V, it is there when the next block's logits start from it. Small tiles, more of whose programs
