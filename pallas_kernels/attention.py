@@ -15,7 +15,7 @@ from pallas_kernels.launch_table import Launch
 from pallas_kernels.reference import refuse_longer, rope_attention_reference
 from pallas_kernels.rotate_kernel import rotate_kernel
 from pallas_kernels.sharding import check_shardings, on_own_heads
-from pallas_kernels.softmax import ONLINE_LENGTH
+from pallas_kernels.softmax import is_online
 from pallas_kernels.stream_kernel import hoists, stream_kernel
 from pallas_kernels.window_kernel import window_kernel
 
@@ -243,7 +243,7 @@ def _kernel(
         kernel = functools.partial(
             stream_kernel,
             **static,
-            online=plan.max_seqlen <= ONLINE_LENGTH,
+            online=is_online(v.dtype, head_dim, plan.max_seqlen),
             block=launch.block,
             block_k=launch.block_k,
         )

@@ -29,14 +29,19 @@ from pallas_kernels.tiles import (
 # [block, tail] (None where there is no tail).
 Sums = tuple[jax.Array, jax.Array, jax.Array | None]
 
-# Longest segment for which online softmax is faster from the first: of few blocks of keys, finding
-# what to subtract takes longer than it spares.
-ONLINE_LENGTH = 512
-
 # Sums of a row that are kept apart until its last key: a tile's columns PARTS apart lie in one
 # thread's registers, and adding those up takes no exchange between threads. PARTS divides every
 # key tile, of which products want 16 columns at least.
 PARTS = 8
+
+
+def is_online(dtype: jax.typing.DTypeLike, head_dim: int, max_seqlen: int) -> bool:
+    """Whether online softmax is the faster one from the first.
+
+    Of few blocks of keys, finding what to subtract takes longer than it spares. Wide heads and fp32
+    are short of registers, and fp32 spends its time in products.
+    """
+    return max_seqlen <= 512 or head_dim > 128 or dtype == jnp.float32
 
 
 def visit_segment(
@@ -176,8 +181,7 @@ def add_tail_product(
 def sums_fit(sums: Sums, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Rows whose first maximum, which counts 1 in the sum, suits all their logits.
 
-    Probabilities beyond fp16's range are no numbers in fp16, and in fp32 the larger a logit is the
-    less exact is its exponential; for bf16, which has fp32's range, it is exact enough all over.
+    Beyond the range of their dtype, fp32's for bf16, probabilities are no numbers.
     """
     limit = 2.0**100 if dtype == jnp.bfloat16 else 2.0**15
     row_sum, acc, acc_tail = sums

@@ -41,7 +41,7 @@ def stream_kernel(
     main: int, tail: int,
     # what is rotated here
     rotate_q: bool, rotate_k: bool,
-    # online softmax from the first, see softmax.py
+    # online softmax from the first: is_online
     online: bool,
     # rows of a query tile and of a key tile
     block: int, block_k: int,

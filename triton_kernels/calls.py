@@ -17,7 +17,7 @@ from triton_kernels.launch import LaunchSource, find_launch, head_split, window_
 from triton_kernels.launch_table import Launch
 from triton_kernels.rotate_kernel import rotate_in_order_kernel, rotate_kernel
 from triton_kernels.run import Call, binary_of
-from triton_kernels.softmax import ONLINE_LENGTH
+from triton_kernels.softmax import is_online
 from triton_kernels.stream_kernel import stream_kernel
 from triton_kernels.window_kernel import window_kernel
 
@@ -65,7 +65,7 @@ def attention_call(
         name = "rotating_stream" if fuse == "qk" else "stream"
         launch = find_launch(name, *shape, source, aligned)
         programs = triton.cdiv(tokens, launch.block) * heads
-        online = max_seqlen <= ONLINE_LENGTH
+        online = is_online(x.dtype, head_dim, max_seqlen)
         kernel, blocks = stream_kernel, (online, launch.block, launch.block_k)
     split = head_split(head_dim)
     numbers = tokens, segments, scale * LOG2_E, *strides

@@ -7,19 +7,25 @@ https://arxiv.org/abs/2311.01282). A row that this does not fit, its later logit
 is computed again, by online softmax, whose maximum runs along.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from triton_kernels.tiles import cast, dot, load_angles, load_columns, load_rotary, rotary_tile
 
-# Longest segment for which online softmax is faster from the first: of few blocks of keys, finding
-# what to subtract takes longer than it spares.
-ONLINE_LENGTH = 512
-
 # Sums of a row that are kept apart until its last key: a tile's columns PARTS apart lie in one
 # thread's registers, and adding those up takes no exchange between threads. PARTS divides every
 # key tile, of which products want 16 columns at least.
 PARTS: tl.constexpr = tl.constexpr(8)
+
+
+def is_online(dtype: torch.dtype, head_dim: int, max_seqlen: int) -> bool:
+    """Whether online softmax is the faster one from the first.
+
+    Of few blocks of keys, finding what to subtract takes longer than it spares. Wide heads and fp32
+    are short of registers, and fp32 spends its time in products.
+    """
+    return max_seqlen <= 512 or head_dim > 128 or dtype == torch.float32
 
 
 @triton.jit
@@ -169,8 +175,7 @@ def add_tail_product(
 def sums_fit(row_sum, acc, acc_tail, dtype: tl.constexpr, TAIL: tl.constexpr):
     """Rows whose first maximum, which counts 1 in the sum, suits all their logits.
 
-    Probabilities beyond fp16's range are no numbers in fp16, and in fp32 the larger a logit is the
-    less exact is its exponential; for bf16, which has fp32's range, it is exact enough all over.
+    Beyond the range of their dtype, fp32's for bf16, probabilities are no numbers.
     """
     LIMIT: tl.constexpr = 2.0**100 if dtype == tl.bfloat16 else 2.0**15
     finite = tl.sum(acc * 0.0, 1) == 0.0

@@ -46,7 +46,7 @@ def stream_kernel(
     ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
     # what is rotated here
     ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
-    # online softmax from the first, see softmax.py
+    # online softmax from the first: is_online
     ONLINE: tl.constexpr,
     # rows of a query tile and of a key tile
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[2]
 # 12.0 too, which have the least.
 SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # What a thread may spill where speed is not promised: 64 registers. On sm_90 nothing, in the dtypes
-# that tensor cores multiply, up to a head_dim of 128; but where a launch bounds the registers, 16
+# that tensor cores multiply, up to a head_dim of 128; but where a launch bounds the registers, 32
 # of them may wait in memory while a loop runs that does without them.
 SPILL_LIMIT = 256
-WAITING_LIMIT = 64
+WAITING_LIMIT = 128
 
 
 @pytest.fixture(scope="module")
