@@ -65,7 +65,7 @@ def visit_segment(
             k_head, cos_ref, sin_ref, first_rows, q, q_tail, None,
             main=main, tail=tail, rotate_k=rotate_k,
         )  # fmt: skip
-        # Where even its rounding counts, nothing fits it.
+        # Nothing shall fit a maximum so large that its own rounding counts.
         row_max = jnp.max(logits, axis=1)
         row_max = jnp.where(jnp.abs(row_max * scale_log2) < 4096.0, row_max, jnp.inf)
 

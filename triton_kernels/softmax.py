@@ -57,7 +57,7 @@ def visit_segment(
             q, q_tail, None,
             HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
         )  # fmt: skip
-        # Where even its rounding counts, nothing fits it.
+        # Nothing shall fit a maximum so large that its own rounding counts.
         row_max = tl.max(logits, 1)
         row_max = tl.where(tl.abs(row_max * scale_log2) < 4096.0, row_max, float("inf"))
 
