@@ -165,6 +165,11 @@ WRONG_IN_BOTH = {
         ValueError,
         r"scale must be positive and finite or None, got inf",
     ),
+    "scale beyond floats": (
+        {"scale": 10**400},
+        ValueError,
+        "scale must be positive and finite or None, got 1000",
+    ),
     "scale that is no number": (
         {"scale": float("nan")},
         ValueError,

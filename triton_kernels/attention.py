@@ -143,7 +143,7 @@ def attend(
     if not kernel:
         return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
     if max_seqlen is None:
-        max_seqlen = int(cu_seqlens.diff().max())
+        max_seqlen = int(cu_seqlens.long().diff().max())  # hostile lengths may pass 32 bits
     if fuse == "auto":
         fuse = auto_fuse(q.dtype, max_seqlen)
     # Triton launches on the current device, which need not be the tensors'.

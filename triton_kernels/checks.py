@@ -1,6 +1,6 @@
 """What the public functions accept, said in one place, and said clearly when it is not met."""
 
-import math
+import sys
 from numbers import Integral
 from typing import Any
 
@@ -188,7 +188,7 @@ def _check_strides(name: str, x: torch.Tensor) -> None:
 def _is_positive(scale: Any) -> bool:
     """Whether 0 < scale < infinity; False where that cannot be told, as of a string."""
     try:
-        return bool(0 < scale < math.inf)
+        return bool(0 < scale <= sys.float_info.max)
     except (TypeError, ValueError, RuntimeError):  # the latter two for several values
         return False
 

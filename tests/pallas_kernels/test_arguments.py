@@ -52,8 +52,8 @@ def test_padding_before_the_first_segment_is_no_segment():
     assert "window_kernel" in str(jax.make_jaxpr(attend)(*case.packed[:-1]))
 
 
-@pytest.mark.parametrize("scale", [np.array([0.25]), 10**400], ids=["array", "beyond float"])
-def test_scale_is_a_number(scale):
+def test_scale_is_no_array():
+    scale = np.array([0.25])
     with pytest.raises(ValueError, match="scale must be positive and finite or None, got "):
         pallas_kernels.fused_rope_attention(*CASE.separate, max_seqlen=7, scale=scale)
 
