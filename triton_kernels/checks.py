@@ -1,6 +1,6 @@
 """What the public functions accept, said in one place, and said clearly when it is not met."""
 
-import sys
+import math
 from numbers import Integral
 from typing import Any
 
@@ -83,10 +83,10 @@ def check_arguments(
     ints = (int, torch.SymInt, Integral)
     if max_seqlen is not None and (not isinstance(max_seqlen, ints) or max_seqlen < 0):
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
-    if scale is not None and not _is_positive(scale):
-        raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
         raise ValueError(f"scale must be a number, as it gets no gradient, got {scale!r}")
+    if scale is not None and not _is_positive(scale):
+        raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
     if fuse not in FUSE:
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
     if implementation not in IMPLEMENTATIONS:
@@ -188,8 +188,8 @@ def _check_strides(name: str, x: torch.Tensor) -> None:
 def _is_positive(scale: Any) -> bool:
     """Whether 0 < scale < infinity; False where that cannot be told, as of a string."""
     try:
-        return bool(0 < scale <= sys.float_info.max)
-    except (TypeError, ValueError, RuntimeError):  # the latter two for several values
+        return bool(0 < scale < math.inf) and float(scale) < math.inf
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # several values, or 10**400
         return False
 
 
