@@ -234,15 +234,19 @@ class KernelContract:
 
     # ---- hostile values of cu_seqlens ----
 
-    @pytest.mark.parametrize("max_seqlen", [16, WINDOW, STREAM])
+    @pytest.mark.parametrize(
+        ("max_seqlen", "dtype"),
+        [(16, "float32"), (WINDOW, "float32"), (STREAM, "float32"), (STREAM, "bfloat16")],
+    )
     @hostile_cu_seqlens(usual=25)
-    def test_any_cu_seqlens_is_safe(self, cu_seqlens, max_seqlen):
-        case = cut(cu_seqlens, tokens=TOKENS, head_dim=16, dtype="float32", heads=1)
-        result = self.attention(case, max_seqlen=max_seqlen)
+    def test_any_cu_seqlens_is_safe(self, cu_seqlens, max_seqlen, dtype):
+        case = cut(cu_seqlens, tokens=TOKENS, head_dim=16, dtype=dtype, heads=1)
+        result = self.attention(case, max_seqlen=max_seqlen).astype(np.float32)
         assert result.shape == (TOKENS, 1, 16)
         # Every row is a mean of rows of v, or refused because the bound is broken; memory that
         # nothing was written to is NaN here (see the adapters).
-        largest = np.abs(case.qkv[:, 2]).max() * (1 + 1e-5)
+        rounding = {"float32": 1e-5, "bfloat16": 2**-7}[dtype]
+        largest = np.abs(case.qkv[:, 2].astype(np.float32)).max() * (1 + rounding)
         may_refuse = refusable(case.cu_seqlens, max_seqlen)[:, None, None]
         assert ((np.abs(result) <= largest) | (np.isnan(result) & may_refuse)).all()
 
