@@ -137,6 +137,11 @@ class StressContract:
         case = make_case((170, 150), head_dim=16, heads=1, dtype=dtype)
         self.check_accuracy(late_logits(case, above, slice(None, None, 3)), STREAM)
 
+    def test_later_logits_far_above_the_first_in_tiles_of_128_rows(self):
+        """As the defaults have them for heads wider than 96; this one has a tail."""
+        case = make_case((170, 150), head_dim=112, heads=1, dtype="float16")
+        self.check_accuracy(late_logits(case, 14, slice(None, None, 3)), STREAM)
+
     @pytest.mark.parametrize("column", [0, -1])
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     def test_large_values_beside_late_logits(self, dtype, column):
