@@ -1,10 +1,13 @@
 """Softmax over a segment's keys, block by block: what the stream kernel does with one segment.
 
 A row's softmax is the same whatever is subtracted from its logits, as long as the exponentials fit
-into their formats. So from all of a row's logits the largest among the segment's first block of
-keys is subtracted: no other block needs its own maximum, nor the sums a new scale (FlashDecoding++,
-https://arxiv.org/abs/2311.01282). A row that this does not fit, its later logits being far larger,
-is computed again, by online softmax, whose maximum runs along.
+into their formats. So each row has one reference, which is subtracted from all of its logits: the
+largest among the segment's first block of keys. No other block needs its own maximum, nor the sums
+a new scale (FlashDecoding++, https://arxiv.org/abs/2311.01282). A row that its reference does not
+fit, later logits being far larger, is computed again, by online softmax, whose maximum runs along.
+
+Online softmax has a row's largest probability be 1. By a reference it is any number, and rounded to
+the dtype of V as the others are.
 """
 
 import functools
@@ -36,10 +39,10 @@ PARTS = 8
 
 
 def is_online(dtype: jax.typing.DTypeLike, head_dim: int, max_seqlen: int) -> bool:
-    """Whether online softmax is the faster one from the first.
+    """Whether all rows go by online softmax, as that is faster.
 
-    Of few blocks of keys, finding what to subtract takes longer than it spares. Wide heads and fp32
-    are short of registers, and fp32 spends its time in products.
+    With few blocks of keys, finding a reference takes longer than it saves. Wide heads and fp32 are
+    short of registers, and fp32 spends its time in products.
     """
     return max_seqlen <= 512 or head_dim > 128 or dtype == jnp.float32
 
@@ -52,7 +55,7 @@ def visit_segment(
     *,
     main: int, tail: int, rotate_k: bool, block_k: int, online: bool, interpreted: bool,
 ) -> Sums:  # fmt: skip
-    """A segment's keys: the sums of their probabilities, and of V by these, for all query rows."""
+    """Over a segment's keys, for all query rows: sums of the probabilities, and of V by these."""
     block = q.shape[0]
     key_rows = jnp.arange(block_k, dtype=jnp.int32)
     row_max = jnp.full((block,), -jnp.inf, jnp.float32)
@@ -65,7 +68,8 @@ def visit_segment(
             k_head, cos_ref, sin_ref, first_rows, q, q_tail, None,
             main=main, tail=tail, rotate_k=rotate_k,
         )  # fmt: skip
-        # Nothing shall fit a maximum so large that its own rounding counts.
+        # Scaled, it is rounded. If it is so large that this would count, or no number, infinity
+        # takes its place, which suits no row: all probabilities are 0 or NaN.
         row_max = jnp.max(logits, axis=1)
         row_max = jnp.where(jnp.abs(row_max * scale_log2) < 4096.0, row_max, jnp.inf)
 
@@ -133,7 +137,7 @@ def visit_keys(
         if tail > 0:
             acc_tail = acc_tail * decay
     else:
-        # One multiply-add: what the second product's rounding does is done to a row's sums alike.
+        # One multiply-add. How the scaled reference rounds is the same for a whole row: it cancels.
         p = exp2(logits * scale_log2 - (row_max * scale_log2)[:, None], interpreted)
     parts = p.reshape(p.shape[0], p.shape[1] // PARTS, PARTS)
     row_sums += jnp.sum(parts, axis=1)
@@ -178,14 +182,15 @@ def add_tail_product(
     return dot(q_tail, k_tail.T, logits)
 
 
-def sums_fit(sums: Sums, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Rows whose first maximum, which counts 1 in the sum, suits all their logits.
+def reference_fits(row_sum: jax.Array, out: jax.Array, out_tail: jax.Array | None) -> jax.Array:
+    """Which rows the reference suits, as the sum of their probabilities and their result tell.
 
-    Beyond the range of their dtype, fp32's for bf16, probabilities are no numbers.
+    The reference's own key counts 1 in the sum. A result is not finite where sums overflowed, or
+    where probabilities, all rounded up to its dtype, lift a mean of the largest values beyond it.
     """
-    limit = 2.0**100 if dtype == jnp.bfloat16 else 2.0**15
-    row_sum, acc, acc_tail = sums
-    finite = jnp.sum(acc * 0.0, axis=1) == 0.0
-    if acc_tail is not None:
-        finite &= jnp.sum(acc_tail * 0.0, axis=1) == 0.0
+    # bf16 has fp32's range.
+    limit = 2.0**100 if out.dtype == jnp.bfloat16 else 2.0**15
+    finite = jnp.sum(out.astype(jnp.float32) * 0.0, axis=1) == 0.0
+    if out_tail is not None:
+        finite &= jnp.sum(out_tail.astype(jnp.float32) * 0.0, axis=1) == 0.0
     return finite & (row_sum > 0.5) & (row_sum < limit)

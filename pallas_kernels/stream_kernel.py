@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.softmax import Sums, sums_fit, visit_segment
+from pallas_kernels.softmax import Sums, reference_fits, visit_segment
 from pallas_kernels.tiles import (
     Head,
     Ref,
@@ -41,7 +41,7 @@ def stream_kernel(
     main: int, tail: int,
     # what is rotated here
     rotate_q: bool, rotate_k: bool,
-    # online softmax from the first: is_online
+    # online softmax for all rows: see is_online
     online: bool,
     # rows of a query tile and of a key tile
     block: int, block_k: int,
@@ -97,6 +97,8 @@ def stream_kernel(
     )  # fmt: skip
     covered, misfits = attend(first_segment, last_segment, token < block_end, online=online)
     if not online:
+        # Rows that their reference does not fit, again. If there are none, for no segment: within a
+        # branch the compiler would have the products wait for each other.
         are_misfits = jnp.sum(misfits.astype(jnp.int32)) > 0
         last_segment = jnp.where(are_misfits, last_segment, -1)
         attend(first_segment, last_segment, misfits, online=True)
@@ -117,7 +119,7 @@ def attend_segments(
     *,
     main: int, tail: int, online: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Write the result of the wanted tokens; returns which have a segment, and which misfits."""
+    """Write the result of the wanted tokens; returns which have a segment, and which misfit."""
     head_dim, dtype = out_head.ref.shape[-1], out_head.ref.dtype
     block = wanted.shape[0]
     token = block_start + jnp.arange(block, dtype=jnp.int32)
@@ -126,21 +128,20 @@ def attend_segments(
         covered, misfits = masks
         start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
         keys = jnp.where(end > block_start, end - start, 0)  # 0: only padding follows it
-        sums = visit(start, keys, online=online)
+        row_sum, acc, acc_tail = visit(start, keys, online=online)
+        rescale = (1.0 / jnp.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
+        out = (acc * rescale).astype(dtype)
+        out_tail = (acc_tail * rescale).astype(dtype) if tail > 0 else None
         mask = (token >= start) & (token < end) & wanted
         covered |= mask
         if not online:
-            fits = sums_fit(sums, dtype)
+            fits = reference_fits(row_sum, out, out_tail)
             misfits |= mask & ~fits
             mask &= fits
         rows = Rows(block_start, block, mask)
-        row_sum, acc, acc_tail = sums
-        rescale = (1.0 / jnp.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
-        out = (acc * rescale).astype(dtype)
         store_columns(out_head, rows, out, 0, main, head_dim)
         if tail > 0:
-            out = (acc_tail * rescale).astype(dtype)
-            store_columns(out_head, rows, out, main, tail, head_dim)
+            store_columns(out_head, rows, out_tail, main, tail, head_dim)
         return covered, misfits
 
     none = jnp.zeros((block,), jnp.bool_)

@@ -123,9 +123,9 @@ class StressContract:
         case = make_case((32, 20), head_dim=80, heads=1, dtype=dtype)
         self.check_accuracy(products_as_written(case, extreme), max_seqlen)
 
-    def check_accuracy(self, case, max_seqlen):
+    def check_accuracy(self, case, max_seqlen, **options):
         expected = exact(case)
-        error = relative_rms(self.attention(case, max_seqlen=max_seqlen), expected)
+        error = relative_rms(self.attention(case, max_seqlen=max_seqlen, **options), expected)
         # An error below a rounding of the result counts as none: unfused has none by chance.
         rounding = {"bfloat16": 2**-9, "float16": 2**-12, "float32": 2**-25}[case.qkv.dtype.name]
         assert error <= 2 * max(relative_rms(unfused(case), expected), rounding)
@@ -137,10 +137,26 @@ class StressContract:
         case = make_case((170, 150), head_dim=16, heads=1, dtype=dtype)
         self.check_accuracy(late_logits(case, above, slice(None, None, 3)), STREAM)
 
+    @pytest.mark.parametrize("fuse", ["qk", "q"])
+    def test_queries_rotated_here_meet_late_logits(self, fuse):
+        """The rotated tile, which is written to the result and loaded, is multiplied twice."""
+        case = make_case((100, 170), head_dim=24, heads=1)
+        self.check_accuracy(late_logits(case, 200, slice(None, None, 3)), STREAM, fuse=fuse)
+
     def test_later_logits_far_above_the_first_in_tiles_of_128_rows(self):
         """As the defaults have them for heads wider than 96; this one has a tail."""
         case = make_case((170, 150), head_dim=112, heads=1, dtype="float16")
         self.check_accuracy(late_logits(case, 14, slice(None, None, 3)), STREAM)
+
+    @pytest.mark.parametrize("head_dim", [16, 24])
+    def test_largest_values_beside_equal_late_logits(self, head_dim):
+        """Probabilities that all round up by as much would lift their mean beyond fp16."""
+        case = make_case((170,), head_dim=head_dim, heads=1, dtype="float16")
+        case = late_logits(case, 2.5, slice(None))
+        case.qkv[:, :2, :, 1:] = 0
+        case.qkv[:, 0, :, 0] = np.linspace(16, 32, 170)[:, None]  # each row rounds in its way
+        case.qkv[:, 2] = 65504
+        self.check_accuracy(case, STREAM)
 
     @pytest.mark.parametrize("column", [0, -1])
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -1,10 +1,13 @@
 """Softmax over a segment's keys, block by block: what the stream kernel does with one segment.
 
 A row's softmax is the same whatever is subtracted from its logits, as long as the exponentials fit
-into their formats. So from all of a row's logits the largest among the segment's first block of
-keys is subtracted: no other block needs its own maximum, nor the sums a new scale (FlashDecoding++,
-https://arxiv.org/abs/2311.01282). A row that this does not fit, its later logits being far larger,
-is computed again, by online softmax, whose maximum runs along.
+into their formats. So each row has one reference, which is subtracted from all of its logits: the
+largest among the segment's first block of keys. No other block needs its own maximum, nor the sums
+a new scale (FlashDecoding++, https://arxiv.org/abs/2311.01282). A row that its reference does not
+fit, later logits being far larger, is computed again, by online softmax, whose maximum runs along.
+
+Online softmax has a row's largest probability be 1. By a reference it is any number, and rounded to
+the dtype of V as the others are.
 """
 
 import torch
@@ -20,10 +23,10 @@ PARTS: tl.constexpr = tl.constexpr(8)
 
 
 def is_online(dtype: torch.dtype, head_dim: int, max_seqlen: int) -> bool:
-    """Whether online softmax is the faster one from the first.
+    """Whether all rows go by online softmax, as that is faster.
 
-    Of few blocks of keys, finding what to subtract takes longer than it spares. Wide heads and fp32
-    are short of registers, and fp32 spends its time in products.
+    With few blocks of keys, finding a reference takes longer than it saves. Wide heads and fp32 are
+    short of registers, and fp32 spends its time in products.
     """
     return max_seqlen <= 512 or head_dim > 128 or dtype == torch.float32
 
@@ -38,7 +41,7 @@ def visit_segment(
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     ROTATE_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr,
 ):  # fmt: skip
-    """A segment's keys: the sums of their probabilities, and of V by these, for all query rows."""
+    """Over a segment's keys, for all query rows: sums of the probabilities, and of V by these."""
     BLOCK: tl.constexpr = q.shape[0]
     key_rows = tl.arange(0, BLOCK_K)
     first_key = start.to(tl.int64)
@@ -57,7 +60,8 @@ def visit_segment(
             q, q_tail, None,
             HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
         )  # fmt: skip
-        # Nothing shall fit a maximum so large that its own rounding counts.
+        # Scaled, it is rounded. If it is so large that this would count, or no number, infinity
+        # takes its place, which suits no row: all probabilities are 0 or NaN.
         row_max = tl.max(logits, 1)
         row_max = tl.where(tl.abs(row_max * scale_log2) < 4096.0, row_max, float("inf"))
 
@@ -127,7 +131,7 @@ def visit_keys(
         decay = tl.exp2((row_max - new_max) * scale_log2)[:, None]
         row_max, row_sums, acc, acc_tail = new_max, row_sums * decay, acc * decay, acc_tail * decay
     else:
-        # One multiply-add: what the second product's rounding does is done to a row's sums alike.
+        # One multiply-add. How the scaled reference rounds is the same for a whole row: it cancels.
         p = tl.exp2(logits * scale_log2 - (row_max * scale_log2)[:, None])
     parts = tl.reshape(p, [p.shape[0], p.shape[1] // PARTS, PARTS])
     row_sums += tl.sum(parts, 1)
@@ -172,13 +176,15 @@ def add_tail_product(
 
 
 @triton.jit
-def sums_fit(row_sum, acc, acc_tail, dtype: tl.constexpr, TAIL: tl.constexpr):
-    """Rows whose first maximum, which counts 1 in the sum, suits all their logits.
+def reference_fits(row_sum, out, out_tail, TAIL: tl.constexpr):
+    """Which rows the reference suits, as the sum of their probabilities and their result tell.
 
-    Beyond the range of their dtype, fp32's for bf16, probabilities are no numbers.
+    The reference's own key counts 1 in the sum. A result is not finite where sums overflowed, or
+    where probabilities, all rounded up to its dtype, lift a mean of the largest values beyond it.
     """
-    LIMIT: tl.constexpr = 2.0**100 if dtype == tl.bfloat16 else 2.0**15
-    finite = tl.sum(acc * 0.0, 1) == 0.0
+    # bf16 has fp32's range.
+    LIMIT: tl.constexpr = 2.0**100 if out.dtype == tl.bfloat16 else 2.0**15
+    finite = tl.sum(out.to(tl.float32) * 0.0, 1) == 0.0
     if TAIL > 0:
-        finite = finite & (tl.sum(acc_tail * 0.0, 1) == 0.0)
+        finite = finite & (tl.sum(out_tail.to(tl.float32) * 0.0, 1) == 0.0)
     return finite & (row_sum > 0.5) & (row_sum < LIMIT)

@@ -8,7 +8,7 @@ the grid needs no bound on a segment's length, and long and short segments share
 import triton
 import triton.language as tl
 
-from triton_kernels.softmax import sums_fit, visit_segment
+from triton_kernels.softmax import reference_fits, visit_segment
 from triton_kernels.tiles import (
     cast,
     load_angles,
@@ -46,7 +46,7 @@ def stream_kernel(
     ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
     # what is rotated here
     ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
-    # online softmax from the first: is_online
+    # online softmax for all rows: see is_online
     ONLINE: tl.constexpr,
     # rows of a query tile and of a key tile
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -107,6 +107,8 @@ def stream_kernel(
         HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
     )  # fmt: skip
     if not ONLINE:
+        # Rows that their reference does not fit, again. If there are none, for no segment: within a
+        # branch the compiler would have the products wait for each other.
         are_misfits = tl.sum(misfits.to(tl.int32), 0) > 0
         attend_segments(
             k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
@@ -134,7 +136,7 @@ def attend_segments(
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     ROTATE_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of the wanted tokens; returns which have a segment, and which misfits."""
+    """Write the result of the wanted tokens; returns which have a segment, and which misfit."""
     dtype = out_ptr.dtype.element_ty
     BLOCK: tl.constexpr = q.shape[0]
     rows = tl.arange(0, BLOCK)
@@ -152,18 +154,17 @@ def attend_segments(
             start, keys, q, q_tail,
             HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
         )  # fmt: skip
+        rescale = (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
+        out, out_tail = cast(acc * rescale, dtype), cast(acc_tail * rescale, dtype)
         mask = (token >= start) & (token < end) & wanted
         covered = covered | mask
         if not ONLINE:
-            fits = sums_fit(row_sum, acc, acc_tail, dtype, TAIL)
+            fits = reference_fits(row_sum, out, out_tail, TAIL)
             misfits = misfits | (mask & (fits == 0))
             mask = mask & fits
-        rescale = (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
-        out = cast(acc * rescale, dtype)
         store_columns(out_ptr, out_stride, rows, mask, out, 0, MAIN, HEAD_DIM)
         if TAIL > 0:
-            out = cast(acc_tail * rescale, dtype)
-            store_columns(out_ptr, out_stride, rows, mask, out, MAIN, TAIL, HEAD_DIM)
+            store_columns(out_ptr, out_stride, rows, mask, out_tail, MAIN, TAIL, HEAD_DIM)
     return covered, misfits
 
 
