@@ -1,13 +1,13 @@
 """The report: Markdown and charts from result files, for a file of its own and for the README."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from compare import markdown, results
 from compare.check_tables import agreement_line, layer_table, trust_table
 from compare.errors import InputError, UnavailableError
-from compare.families import families, layer_families, ranking
+from compare.families import RecordDict, families, layer_families, ranking
 from compare.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.results import Results
 from compare.timing_tables import (
@@ -18,6 +18,7 @@ from compare.timing_tables import (
     row_table,
     timing_table,
 )
+from compare.tower_workloads import TOWERS
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 PARTS = ("agreement", "trust", "kernels", "fusion", "towers", "integration")
@@ -50,15 +51,18 @@ _REMARKS = {
     "frames": _ROTATIONS,
     "rotate": ' Pallas\' pass is timed within a call with `fuse="none"`, whose error stands here.',
 }
+_MODELS = {
+    "tower": "Qwen2.5-VL 7B",
+    "qwen2-tower": "Qwen2-VL 7B",
+    "qwen3-tower": "Qwen3-VL 8B",
+}
 _TITLES = {
     "windows": "Windowed attention, one layer, RoPE included",
     "frames": "Whole-frame attention, one layer, RoPE included",
     "windows_other": "Windowed attention, other shapes",
     "frames_other": "Whole-frame attention, other shapes",
     "rotate": "Rotation of Q and K as a pass of its own",
-    "tower": "Whole tower of Qwen2.5-VL 7B",
-    "qwen2-tower": "Whole tower of Qwen2-VL 7B",
-    "qwen3-tower": "Whole tower of Qwen3-VL 8B",
+    **{family: f"Whole tower of {model}" for family, model in _MODELS.items()},
     "integration": "Hugging Face's tower, untouched and accelerated",
 }
 
@@ -158,7 +162,7 @@ def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) ->
 def _agreement(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
     yield "Agreement", None, agreement_line(measured)
     for family, records in layer_families(measured).items():
-        title = f"{_title(family)}, layer by layer"
+        title = f"{_tower_title(family, records)}, layer by layer"
         yield title, f"{family}-layers.svg", layer_table(records)
 
 
@@ -199,7 +203,8 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
     for part, measured in parts.items():
         if part == "agreement":
             for family, records in layer_families(measured).items():
-                charts.layer_chart(records, _title(family), folder / f"{family}-layers.svg")
+                path = folder / f"{family}-layers.svg"
+                charts.layer_chart(records, _tower_title(family, records), path)
         elif part == "fusion":
             charts.fusion_chart(cells_of(measured.records), folder / "fusion.svg")
         elif part != "trust":
@@ -211,3 +216,11 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
 
 def _title(family: str) -> str:
     return _TITLES.get(family, family)
+
+
+def _tower_title(family: str, records: Sequence[RecordDict]) -> str:
+    """The title of a tower compared layer by layer, which without a GPU is a small one."""
+    depth = 1 + max(record["layer"] for record in records if record.get("layer") is not None)
+    if depth < TOWERS[family].depth:
+        return f"Small tower of {depth} layers, built as that of {_MODELS[family]}"
+    return _title(family)

@@ -285,6 +285,26 @@ def test_a_tower_without_any_number_still_makes_a_report(tmp_path):
     assert (path.parent / "tower-layers.svg").is_file()
 
 
+@pytest.mark.parametrize(
+    ("depth", "title"),
+    [
+        (32, "Whole tower of Qwen2.5-VL 7B, layer by layer"),
+        (4, "Small tower of 4 layers, built as that of Qwen2.5-VL 7B, layer by layer"),
+    ],
+)
+def test_a_small_tower_is_not_called_the_whole_one(tmp_path, depth, title):
+    """Without a GPU the towers that are compared have four layers."""
+    records = [
+        Record("tower-photographs", "torch", relative_rms_error=1e-3, passed=True, layer=layer)
+        for layer in (*range(depth), None)
+    ]
+    path = results.default_path("agreement", "x", tmp_path)
+    results.write(synthetic.as_results("agreement", records), path)
+    text = report.write_report(tmp_path, tmp_path / "report.md").read_text()
+    assert f"### {title}\n" in text
+    assert f"![{title}](x/tower-layers.svg)" in text
+
+
 def test_ways_of_fusing_without_one_to_set_them_against_still_make_a_report(tmp_path):
     records = [
         replace(r, median_us=None) if r.fuse == "none" else r for r in synthetic.fusion_records()
