@@ -14,16 +14,19 @@ NEWEST_VENV ?= .venv-newest-jax
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version)'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version + "; another is chosen by: make setup PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(TORCH_$(GPU)) || $(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS_$(GPU))]'
+	@echo "Installing into $(VENV): this takes minutes and gigabytes, and pip says nothing until it is done"
+	$(PIP) --upgrade pip
+	$(INSTALL_TORCH_$(GPU))
+	$(PIP) --editable '.[$(EXTRAS_$(GPU))]'
 	touch $@
 
-# Where there is no GPU, PyTorch's CPU build if pip is configured with an index that has it.
-TORCH_cpu := torch==2.13.0+cpu
-TORCH_gpu := torch
+PIP := $(BIN)/python -m pip install --quiet
+# Where there is no GPU, PyTorch's CPU build if pip is configured with an index that has it. Most
+# do not, which is no error to show a user; any other the second attempt shows.
+INSTALL_TORCH_cpu = $(PIP) torch==2.13.0+cpu 2>/dev/null || $(PIP) torch==2.13.0
+INSTALL_TORCH_gpu = $(PIP) torch
 EXTRAS_cpu := test
 EXTRAS_gpu := cuda,test
 
