@@ -193,10 +193,16 @@ class KernelContract:
         case = make_case(lengths, head_dim=16, trailing=4)
         assert_accurate(self.attention(case, max_seqlen=None), case)
 
-    @pytest.mark.parametrize("max_seqlen", [0, 1, 9, 16, 40, 129])
-    def test_rows_of_a_longer_segment_are_right_or_nan(self, max_seqlen):
+    @pytest.mark.parametrize(
+        ("max_seqlen", "dtype", "atol"),
+        [
+            *((max_seqlen, "float32", 1e-5) for max_seqlen in (0, 1, 9, 16, 40, 129)),
+            *((9, "float16", 4e-3), (9, "bfloat16", 3e-2)),
+        ],
+    )
+    def test_rows_of_a_longer_segment_are_right_or_nan(self, max_seqlen, dtype, atol):
         lengths = (9, 150, 1, 16, 40, 130, 8)
-        case = make_case(lengths, head_dim=16, dtype="float32", leading=3, trailing=70)
+        case = make_case(lengths, head_dim=16, dtype=dtype, leading=3, trailing=70)
         result = self.attention(case, max_seqlen=max_seqlen)
         expected = exact(case)
         assert (result[case.padding] == 0).all()
@@ -205,7 +211,7 @@ class KernelContract:
             if end - start > max_seqlen and np.isnan(rows).any():
                 assert np.isnan(rows).all()
             else:
-                np.testing.assert_allclose(rows, expected[start:end], rtol=0, atol=1e-5)
+                np.testing.assert_allclose(rows, expected[start:end], rtol=0, atol=atol)
 
     # ---- nothing leaks from a segment ----
 

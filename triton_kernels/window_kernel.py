@@ -144,8 +144,9 @@ def fill_rows(out_ptr, start, end, step, value, HEADS: tl.constexpr, HEAD_DIM: t
         rows = tl.arange(0, BLOCK)
         mask = rows < end - start - block
         ptr = out_ptr + (start.to(tl.int64) + block) * stride
-        x = tl.full([BLOCK, MAIN], value, dtype)
+        # In fp32 first: the interpreter of Triton 3.7 and older makes no bf16 constant but 0.
+        x = tl.full([BLOCK, MAIN], value, tl.float32).to(dtype)
         store_columns(ptr, stride, rows, mask, x, 0, MAIN, HEAD_DIM)
         if TAIL > 0:
-            x = tl.full([BLOCK, TAIL], value, dtype)
+            x = tl.full([BLOCK, TAIL], value, tl.float32).to(dtype)
             store_columns(ptr, stride, rows, mask, x, MAIN, TAIL, HEAD_DIM)
