@@ -109,8 +109,8 @@ def _check_arrays(
 def _is_positive(scale: Any) -> bool:
     """Whether 0 < scale < infinity; False where that cannot be told, as of a traced value."""
     try:
-        return bool(scale > 0) and math.isfinite(scale)
-    except (TypeError, ValueError, OverflowError):  # the latter two for several values, for 10**400
+        return bool(0 < scale < math.inf) and float(scale) < math.inf
+    except (TypeError, ValueError, OverflowError):  # several values, or 10**400
         return False
 
 
