@@ -9,11 +9,11 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels.checks import check_arguments
-from pallas_kernels.compile import compiler_params, local_gpus
+from pallas_kernels.compile import local_gpus
 from pallas_kernels.launch import auto_fuse, find_launch, head_split, window_limit
-from pallas_kernels.launch_table import Launch
 from pallas_kernels.reference import refuse_longer, rope_attention_reference
 from pallas_kernels.rotate_kernel import rotate_kernel
+from pallas_kernels.run import run
 from pallas_kernels.sharding import check_shardings, on_own_heads
 from pallas_kernels.softmax import is_online
 from pallas_kernels.stream_kernel import hoists, stream_kernel
@@ -128,7 +128,7 @@ def _plan(
     max_seqlen = int(max_seqlen)
     if fuse == "auto":
         fuse = auto_fuse(arrays[0].dtype, max_seqlen)
-    if implementation == "auto" and not _have_tensor_cores():
+    if implementation == "auto" and not have_tensor_cores():
         implementation = "reference"
     scale = arrays[0].shape[-1] ** -0.5 if scale is None else float(scale)
     return _Plan(max_seqlen, scale, fuse, implementation), (cos, sin, cu_seqlens)
@@ -162,7 +162,7 @@ def _attention(
     return attend(qkv, cos, sin, cu_seqlens)
 
 
-def _have_tensor_cores() -> bool:
+def have_tensor_cores() -> bool:
     """Whether all GPUs here have them for bf16, which came with compute capability 8.0."""
     return all(float(gpu.compute_capability) >= 8.0 for gpu in local_gpus())
 
@@ -249,7 +249,8 @@ def _kernel(
         )
     shape = (tokens, 1, heads, head_dim)
     operands = q, k, v, cos, sin, cu_seqlens
-    return _call(kernel, programs, shape, v.dtype, launch, interpret, operands)[:, 0]
+    disable_licm = not hoists(head_dim, v.dtype)
+    return run(kernel, programs, shape, v.dtype, launch, interpret, operands, disable_licm)[:, 0]
 
 
 def _rotate(
@@ -269,28 +270,4 @@ def _rotate(
     )
     programs = pl.cdiv(tokens, launch.block) * pl.cdiv(heads, launch.block_k)
     shape = (tokens, len(parts), heads, head_dim)
-    return _call(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))
-
-
-def _call(
-    kernel: functools.partial,
-    programs: int,
-    shape: tuple[int, ...],
-    dtype: jax.typing.DTypeLike,
-    launch: Launch,
-    interpret: bool,
-    operands: tuple[jax.Array, ...],
-) -> jax.Array:
-    # Under shard_map the result varies over the mesh axes that any operand varies over.
-    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
-    manual_axis_type = jax.sharding.ManualAxisType(varying=varying)
-    call = pl.pallas_call(
-        kernel,
-        grid=(programs,),
-        out_shape=jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type),
-        compiler_params=compiler_params(launch, disable_licm=not hoists(shape[-1], dtype)),
-        interpret=interpret,
-        name=kernel.func.__name__,
-    )
-    with jax.enable_x64(False):  # numbers of rows are 32-bit
-        return call(*operands)
+    return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))
