@@ -23,7 +23,7 @@ Encode = Callable[[torch.Tensor, Layout], Outputs]
 _RECORDED_TOKENS = 1 << 15
 
 _WORKSPACE_VARIABLE = "CUBLASLT_WORKSPACE_SIZE"
-_workspace_lock = threading.Lock()  # the size is the whole process's
+_cublas_lock = threading.RLock()  # its settings are the whole process's
 
 
 class GraphCache:
@@ -119,7 +119,7 @@ class Recorder:
 
     def record(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
         """Record a pass; returns its replay, and the tensors that each replay writes."""
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), _products_by_cublaslt():
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 # PyTorch keeps the workspace of a stream's first product for all later ones there,
@@ -154,14 +154,29 @@ class Recorder:
 
 
 @contextlib.contextmanager
+def _products_by_cublaslt() -> Iterator[None]:
+    """Have all products go where the size of a workspace can be set.
+
+    Left to itself PyTorch gives cuBLASLt those with a bias alone.
+    """
+    with _cublas_lock:
+        before = torch.backends.cuda.preferred_blas_library()
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        try:
+            yield
+        finally:
+            torch.backends.cuda.preferred_blas_library(before)
+
+
+@contextlib.contextmanager
 def _no_cublas_workspace() -> Iterator[None]:
-    """Have cuBLAS choose products that need no workspace, whatever the process has set.
+    """Have cuBLASLt choose products that need no workspace, whatever the process has set.
 
     With a workspace some products deal out their tiles by a counter in it, which a fill has to zero
     before each. They are no faster for it, and in a graph the kernels around the fill are 4 to 6 us
     apart instead of 0.3 to 0.6 (compare/results/nvidia-h200/torch-calls.json).
     """
-    with _workspace_lock:
+    with _cublas_lock:
         before = _set_workspace(0)
         try:
             yield
