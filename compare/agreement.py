@@ -13,6 +13,7 @@ from compare.errors import UnavailableError, one_line
 from compare.implementations import FUSE, KernelImplementation
 from compare.metrics import equal_share, max_abs_error, relative_rms_error, twin_verdict
 from compare.results import Record
+from compare.warm_up import warm_up
 from compare.workloads import KERNEL_WORKLOADS, Grid, KernelInputs, KernelWorkload, Kind, variant
 from compare.yardstick import Yardstick
 
@@ -62,17 +63,32 @@ def check_kernels(
     Returns:
         A record for each implementation and, as "pallas against triton", for each pair.
     """
+    checked = cases() if checked is None else checked
+    ready = iter(_ready(checked, twins))
     records: list[Record] = []
-    for workload, fuses in progress(cases() if checked is None else checked, "kernel agreement"):
+    for workload, fuses in progress(checked, "kernel agreement"):
+        pairs = [(fuse, next(ready)) for fuse in fuses]
         try:
             yardstick = Yardstick.of(workload)
         except Exception as error:  # after a kernel that broke the GPU: show which one it was
             records.append(Record(workload.name, "oracle", passed=False, note=one_line(error)))
             continue
-        for fuse in fuses:
-            records += _check(yardstick, fuse, twins(fuse))
+        for fuse, pair in pairs:
+            records += _check(yardstick, fuse, pair)
     _print(records)
     return records
+
+
+def _ready(
+    checked: Sequence[tuple[KernelWorkload, Sequence[str]]], twins: Twins
+) -> list[list[KernelImplementation]]:
+    """The implementations for each workload and way of fusing, on a GPU compiled."""
+    pairs = [(twins(fuse), workload) for workload, fuses in checked for fuse in fuses]
+    if not has_gpu():  # an interpreter compiles nothing
+        return [pair for pair, _ in pairs]
+    jobs = [(implementation, workload) for pair, workload in pairs for implementation in pair]
+    compiled = iter(warm_up(jobs, "compiling"))
+    return [[next(compiled) for _ in pair] for pair, _ in pairs]
 
 
 def _cases(
