@@ -17,7 +17,9 @@ _WINDOWS = (16, 32, 64, 128)
 _STREAMS = ((256, 512), (576, 576), (1024, 1024), (4096, None))
 
 _WINDOW_WARPS = {16: (1, 2, 4), 32: (1, 2, 4), 64: (2, 4, 8), 128: (4, 8)}
-# Rows of a query tile, rows of a key tile, warps, stages, and a bound on registers.
+# Rows of a query tile, rows of a key tile, warps, stages, and a bound on registers. The key tile is
+# the same for all, and for both twins: a row's softmax refers to its segment's first one, and by
+# others the twins' results would differ by more than their rule allows.
 _STREAM_TILES = (
     (64, 64, 4, 3), (64, 64, 4, 3, 168), (64, 64, 4, 3, 128), (128, 64, 8, 3, 128),
 )  # fmt: skip
