@@ -18,11 +18,12 @@ _STREAM = "Stream"  # a line for each CUDA stream; other lines repeat its kernel
 
 # What a kernel of a tower does, by its name; the first pattern that is found counts.
 _GROUPS = {
-    "copies": r"memcpy|memset|copy|transpose|concatenat|CatArray",
+    # Inductor calls a cast on a kernel's way _to_copy.
+    "copies": r"memcpy|memset|(?<!_to_)copy|transpose|concatenat|CatArray",
     "windowed attention": r"window_kernel",
     "frame attention": r"stream_kernel|rotate_kernel|flash|fmha|sdpa|attention",
     "products": r"gemm|gemv|nvjet|cutlass|cublas|splitK|_dot",
-    "norms and elementwise": r"fusion|triton_|elementwise|norm|reduce|gather|index|loop_|input_",
+    "norms and elementwise": r"fusion|triton_|elementwise|norm|gated|reduce|gather|index",
 }
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from compare.torch_attention import Segments, attend
+from compare.torch_gated import Biases, add_product, gated_activation
 from flax_models import VisionConfig
 
 
@@ -67,33 +68,20 @@ class PositionTable(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention within segments."""
+    """Self-attention within segments, without the product `proj` that the block ends it by."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.head_dim = config.head_dim
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+        proj_bias = not config.family.late_norm
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size, proj_bias)
 
     def forward(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
         tokens = x.shape[0]
         qkv = self.qkv(x).view(tokens, 3, self.num_heads, self.head_dim)
-        return self.proj(attend(qkv, segments).view(tokens, -1))
-
-
-class GatedMLP(nn.Module):
-    """down(silu(gate(x)) x up(x)), gate and up in one product; widths as `tower_weights` pads."""
-
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        width = config.aligned_intermediate_size
-        self.gate_up = nn.Linear(config.hidden_size, 2 * width)
-        self.down = nn.Linear(width, config.hidden_size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return attend(qkv, segments).view(tokens, -1)
 
 
 def _quick_gelu(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -136,14 +124,68 @@ class Block(nn.Module):
         self.norm1 = _norm(config, config.hidden_size)
         self.attn = Attention(config)
         self.norm2 = _norm(config, config.hidden_size)
-        self.mlp = (GatedMLP if config.family.gated_mlp else MLP)(config)
+        self.mlp = MLP(config)
 
     def forward(
         self, x: torch.Tensor, normed: torch.Tensor, segments: Segments, next_norm: nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """From x and norm1(x) to the layer's output y and next_norm(y)."""
-        x = x + self.attn(normed, segments)
+        x = x + self.attn.proj(self.attn(normed, segments))
         x = x + self.mlp(self.norm2(x))
+        return x, next_norm(x)
+
+
+class LateNormMLP(nn.Module):
+    """norm2, MLP and residual sum of a layer, the norm as `compare.torch_gated` applies it.
+
+    Gate and up are one product; weights and widths are as `tower_weights` makes them.
+    """
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.aligned_intermediate_size
+        self.eps = config.norm_eps
+        self.gate_up = nn.Linear(hidden, 2 * width, bias=False)
+        self.stream_bias = nn.Parameter(torch.zeros(hidden))
+        self.product_bias = nn.Parameter(torch.zeros(2 * width))
+        self.bias = nn.Parameter(torch.zeros(2 * width))
+        self.down = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, stream: torch.Tensor, implementation: str) -> None:
+        product = _unnormed_product(stream, self.gate_up.weight)
+        biases = Biases(self.stream_bias, self.product_bias, self.bias)
+        activated = gated_activation(product, stream, biases, self.eps, implementation)
+        add_product(stream, activated, self.down.weight)
+
+
+def _unnormed_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x weight^T; of fp16 in fp32, because rows that no norm has divided are too large for fp16."""
+    if x.dtype != torch.float16:
+        return F.linear(x, weight)
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
+
+
+class LateNormBlock(nn.Module):
+    """One layer whose second norm is applied behind the MLP's first product.
+
+    Both residual sums are within products, which are faster without a bias: the MLP adds that of
+    the attention's output too.
+    """
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.norm1 = _norm(config, config.hidden_size)
+        self.attn = Attention(config)
+        self.mlp = LateNormMLP(config)
+
+    def forward(
+        self, x: torch.Tensor, normed: torch.Tensor, segments: Segments, next_norm: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From x and norm1(x) to the layer's output y, in the memory of x, and next_norm(y)."""
+        add_product(x, self.attn(normed, segments), self.attn.proj.weight)
+        self.mlp(x, segments.implementation)
         return x, next_norm(x)
 
 

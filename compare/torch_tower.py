@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from compare.torch_attention import check_known, check_provider, layout_segments
-from compare.torch_blocks import Block, PatchEmbed, PatchMerger, PositionTable
+from compare.torch_blocks import Block, LateNormBlock, PatchEmbed, PatchMerger, PositionTable
 from compare.torch_device import as_tensor, find_device, free_memory
 from compare.torch_graphs import GraphCache, first_rows
 from compare.torch_inputs import layout_tensors, patches_tensor
@@ -72,7 +72,8 @@ class VisionTower(nn.Module):
         self.patch_embed = PatchEmbed(config)
         has_table = config.num_position_embeddings is not None
         self.position_table = PositionTable(config) if has_table else None
-        self.blocks = nn.ModuleList([Block(config) for _ in range(config.depth)])
+        block = LateNormBlock if config.family.late_norm else Block
+        self.blocks = nn.ModuleList([block(config) for _ in range(config.depth)])
         self.merger = PatchMerger(config)
         self.deepstack_mergers = nn.ModuleList(
             [PatchMerger(config, norm_merged=True) for _ in config.deepstack_visual_indexes]
@@ -139,9 +140,8 @@ class VisionTower(nn.Module):
         if isinstance(grid_thw, torch.Tensor):
             grid_thw = grid_thw.cpu()
         bucket = choose_bucket(self.config, grid_thw, self.token_buckets)
-        check_memory(
-            self.config, bucket.tokens, self.dtype.itemsize, lambda: free_memory(self.device)
-        )
+        dtype = _name(self.dtype)
+        check_memory(self.config, bucket.tokens, dtype, lambda: free_memory(self.device))
         if self.frame_attention == "cudnn":
             bucket = bucket_of_equal_frames(grid_thw, bucket, pad_one=False)
         return plan_layout(self.config, grid_thw, bucket)
@@ -175,7 +175,7 @@ class VisionTower(nn.Module):
         for _ in self.blocks:
             with _without_autocast(self):  # but not while the caller has the state before
                 hidden = next(hidden_states)
-            yield hidden[: layout.num_tokens]
+            yield hidden[: layout.num_tokens].clone()  # the next block may write into it
 
 
 def load_vision_tower(
@@ -236,7 +236,8 @@ def load_vision_tower(
             token_buckets=token_buckets,
         )
     check_provider(frame_attention, config, dtype, target)
-    weights = tower_weights(config, read_checkpoint(config, directory, progress))
+    tensors = read_checkpoint(config, directory, progress)
+    weights = tower_weights(config, tensors, _name(dtype))
     parameters = {name: as_tensor(weight).to(target, dtype) for name, weight in weights.items()}
     tower.load_state_dict(parameters, assign=True)
     if compile:
@@ -246,6 +247,11 @@ def load_vision_tower(
     if cuda_graphs:
         tower.graphs = GraphCache()
     return tower.requires_grad_(False).eval()
+
+
+def _name(dtype: torch.dtype) -> str:
+    """A dtype as NumPy names it."""
+    return str(dtype).removeprefix("torch.")
 
 
 @torch.no_grad()
@@ -287,7 +293,10 @@ def _without_autocast(tower: VisionTower) -> torch.autocast:
 def _block_outputs(
     tower: VisionTower, pixel_values: torch.Tensor, layout: Layout
 ) -> Iterator[torch.Tensor]:
-    """Yield the hidden state after each block, [tokens, hidden_size] in window order."""
+    """Yield the hidden state after each block, [tokens, hidden_size] in window order.
+
+    It may be overwritten when the next is asked for.
+    """
     config = tower.config
     expected = (len(layout.window_order), config.patch_dim)
     if pixel_values.shape != expected:

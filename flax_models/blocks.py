@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from flax_models.attention import Segments, attend
 from flax_models.config import VisionConfig
+from flax_models.gated import Biases, gated_activation
 
 
 class Linear(nnx.Module):
@@ -26,13 +27,17 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight = self.weight[...]
-        # The default precision of fp32 products on a GPU is TF32: an fp32 tower means fp32.
-        precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
         # A product in x's own dtype, not in fp32: only then does XLA hand the bias to cuBLAS, which
         # adds it in fp32 and rounds once.
-        y = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision)
+        y = _product(x, self.weight[...], x.dtype)
         return y if self.bias is None else y + self.bias[None]
+
+
+def _product(x: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
+    # The default precision of fp32 products on a GPU is TF32: an fp32 tower means fp32.
+    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    axes = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, axes, precision, preferred_element_type=dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -110,31 +115,19 @@ class PositionTable(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Self-attention within segments."""
+    """Self-attention within segments, without the product `proj` that the block ends it by."""
 
     def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
         self.num_heads = config.num_heads
         self.head_dim = config.head_dim
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, dtype)
-        self.proj = Linear(config.hidden_size, config.hidden_size, dtype)
+        proj_bias = not config.family.late_norm
+        self.proj = Linear(config.hidden_size, config.hidden_size, dtype, proj_bias)
 
     def __call__(self, x: jax.Array, segments: Segments) -> jax.Array:
         tokens = x.shape[0]
         qkv = self.qkv(x).reshape(tokens, 3, self.num_heads, self.head_dim)
-        return self.proj(attend(qkv, segments).reshape(tokens, -1))
-
-
-class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) x up(x)), gate and up in one product; widths as `tower_weights` pads."""
-
-    def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
-        width = config.aligned_intermediate_size
-        self.gate_up = Linear(config.hidden_size, 2 * width, dtype)
-        self.down = Linear(width, config.hidden_size, dtype)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = jnp.split(self.gate_up(x).astype(jnp.float32), 2, axis=-1)
-        return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
+        return attend(qkv, segments).reshape(tokens, -1)
 
 
 def _quick_gelu(x: jax.Array) -> jax.Array:
@@ -169,10 +162,10 @@ class Block(nnx.Module):
         self.norm1 = _norm(config, config.hidden_size, dtype)
         self.attn = Attention(config, dtype)
         self.norm2 = _norm(config, config.hidden_size, dtype)
-        self.mlp = (GatedMLP if config.family.gated_mlp else MLP)(config, dtype)
+        self.mlp = MLP(config, dtype)
 
     def __call__(self, x: jax.Array, segments: Segments) -> jax.Array:
-        x = _add(x, self.attn(self.norm1(x), segments))
+        x = _add(x, self.attn.proj(self.attn(self.norm1(x), segments)))
         return _add(x, self.mlp(self.norm2(x)))
 
 
@@ -187,6 +180,50 @@ def _add(stream: jax.Array, branch: jax.Array) -> jax.Array:
     if stream.shape in _SUMMED_IN_NORM:
         branch = jax.lax.optimization_barrier(branch)
     return stream + branch
+
+
+class LateNormMLP(nnx.Module):
+    """norm2, MLP and residual sum of a layer, the norm as `flax_models.gated` applies it.
+
+    Gate and up are one product; weights and widths are as `tower_weights` makes them.
+    """
+
+    def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
+        hidden, width = config.hidden_size, config.aligned_intermediate_size
+        self.eps = config.norm_eps
+        self.gate_up = Linear(hidden, 2 * width, dtype, use_bias=False)
+        self.stream_bias = nnx.Param(jnp.zeros((hidden,), dtype))
+        self.product_bias = nnx.Param(jnp.zeros((2 * width,), dtype))
+        self.bias = nnx.Param(jnp.zeros((2 * width,), dtype))
+        self.down = Linear(width, hidden, dtype, use_bias=False)
+
+    def __call__(self, stream: jax.Array, implementation: str) -> jax.Array:
+        product = _unnormed_product(stream, self.gate_up.weight[...])
+        biases = Biases(self.stream_bias[...], self.product_bias[...], self.bias[...])
+        activated = gated_activation(product, stream, biases, self.eps, implementation)
+        return stream + self.down(activated)
+
+
+def _unnormed_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x weight^T; of fp16 in fp32, because rows that no norm has divided are too large for fp16."""
+    return _product(x, weight, jnp.float32 if x.dtype == jnp.float16 else x.dtype)
+
+
+class LateNormBlock(nnx.Module):
+    """One layer whose second norm is applied behind the MLP's first product.
+
+    Both residual sums are within products, which are faster without a bias: the MLP adds that of
+    the attention's output too.
+    """
+
+    def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
+        self.norm1 = _norm(config, config.hidden_size, dtype)
+        self.attn = Attention(config, dtype)
+        self.mlp = LateNormMLP(config, dtype)
+
+    def __call__(self, x: jax.Array, segments: Segments) -> jax.Array:
+        x = x + self.attn.proj(self.attn(self.norm1(x), segments))
+        return self.mlp(x, segments.implementation)
 
 
 class PatchMerger(nnx.Module):

@@ -182,9 +182,11 @@ class VisionConfig:
         """The MLP's width as stored: `intermediate_size` up to a multiple of 64 (3420 to 3456).
 
         Filled with zeros the extra channels contribute exactly nothing, while rows that are no
-        multiple of 16 bytes shut the fast matrix kernels out.
+        multiple of 16 bytes shut the fast matrix kernels out. Where the norm comes late, one of
+        them carries a bias (`tower_weights`).
         """
-        return -(-self.intermediate_size // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
+        channels = self.intermediate_size + self.family.late_norm
+        return -(-channels // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
 
     def sees_frames(self, block: int) -> bool:
         """Whether a block, by its number from 0, attends within whole frames, not windows."""

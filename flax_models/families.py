@@ -49,6 +49,11 @@ class Family:
         """Whether one product passes the activation and multiplies another."""
         return len(self.mlp_inputs) == 2
 
+    @property
+    def late_norm(self) -> bool:
+        """Whether the towers apply the norm before an MLP in the gated activation: see gated.py."""
+        return self.gated_mlp and self.norm == "rms"
+
 
 _NO_WINDOWS = {"window_size": None, "fullatt_block_indexes": ()}
 

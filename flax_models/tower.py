@@ -14,8 +14,14 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from flax_models.attention import check_known, check_provider, layout_segments, rotary_angles
-from flax_models.blocks import Block, PatchEmbed, PatchMerger, PositionTable
+from flax_models.attention import (
+    Segments,
+    check_known,
+    check_provider,
+    layout_segments,
+    rotary_angles,
+)
+from flax_models.blocks import Block, LateNormBlock, PatchEmbed, PatchMerger, PositionTable
 from flax_models.buckets import bucket_of_equal_frames, check_token_buckets, choose_bucket
 from flax_models.checkpoint import read_checkpoint
 from flax_models.compiled import compiled
@@ -69,7 +75,8 @@ class VisionTower(nnx.Module):
         self.patch_embed = PatchEmbed(config, self.dtype)
         has_table = config.num_position_embeddings is not None
         self.position_table = PositionTable(config, self.dtype) if has_table else None
-        self.blocks = nnx.List([Block(config, self.dtype) for _ in range(config.depth)])
+        block = LateNormBlock if config.family.late_norm else Block
+        self.blocks = nnx.List([block(config, self.dtype) for _ in range(config.depth)])
         self.merger = PatchMerger(config, self.dtype)
         self.deepstack_mergers = nnx.List(
             [
@@ -125,7 +132,7 @@ class VisionTower(nnx.Module):
         """
         bucket = choose_bucket(self.config, grid_thw, self.token_buckets)
         weight = self.patch_embed.proj.weight
-        check_memory(self.config, bucket.tokens, self.dtype.itemsize, lambda: free_memory(weight))
+        check_memory(self.config, bucket.tokens, self.dtype, lambda: free_memory(weight))
         if self.frame_attention == "cudnn":
             bucket = bucket_of_equal_frames(grid_thw, bucket, pad_one=True)
         layout = plan_layout(self.config, grid_thw, bucket)
@@ -200,7 +207,8 @@ def load_vision_tower(
         )
     )
     check_provider(frame_attention, config, tower.dtype, target)
-    weights = tower_weights(config, read_checkpoint(config, directory, progress))
+    tensors = read_checkpoint(config, directory, progress)
+    weights = tower_weights(config, tensors, tower.dtype)
 
     def placed(name: str) -> jax.Array:
         return jax.device_put(weights[name].astype(tower.dtype, copy=False), target)
@@ -259,7 +267,9 @@ def _encode(
 
 
 # Traced for windows and for frames instead of once for each layer.
-_run_block = jax.jit(Block.__call__)
+@jax.jit
+def _run_block(block: Block | LateNormBlock, hidden: jax.Array, segments: Segments) -> jax.Array:
+    return block(hidden, segments)
 
 
 def _block_outputs(

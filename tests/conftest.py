@@ -8,7 +8,9 @@ from hypothesis import HealthCheck, settings
 from compare.environment import configure, gpu_count
 
 # Their assertions show values too.
-pytest.register_assert_rewrite("tests.tower_contract", "tests.frame_attention_contract")
+pytest.register_assert_rewrite(
+    "tests.tower_contract", "tests.frame_attention_contract", "tests.gated_contract"
+)
 
 # Of several processes each has its core: PyTorch's threads wait for each other by spinning, and a
 # process's second one would spin on the core of its neighbour. Nor does each need a pool of

@@ -1,0 +1,145 @@
+"""An MLP's gated activation that applies the norm before the MLP on its way.
+
+An RMSNorm divides each row x by its root mean square and multiplies the channels by weights. The
+weights can be part of the product behind it, and what all of a row is divided by can wait:
+
+    norm(x) W^T = x (W diag(weights))^T / rms(x)
+
+So the product takes the residual stream as it is. The activation, which reads every row of the
+product in any case, divides; and the pass over memory that a norm of its own takes is saved.
+
+The bias of gate and up comes behind the norm, so it is added here. So is what the stream lacks of
+the attention's output, its bias: a product that adds one at its end is up to an eighth slower on an
+H200 (compare/results/nvidia-h200/late-norm.json). How both get into the stream, `tower_weights`
+says.
+
+The twin of compare/torch_gated.py.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.attention import LOG2_E, have_tensor_cores
+from pallas_kernels.launch_table import Launch, next_power_of_2
+from pallas_kernels.run import run
+from pallas_kernels.tiles import Ref, exp2
+
+# Of a program, which has one row; a row of 3,456 channels is 16 values a thread.
+_WARPS = 8
+
+
+class Biases(NamedTuple):
+    """What is added on the way, each of any floating dtype.
+
+    Attributes:
+        stream: [hidden], which the residual stream lacks.
+        product: [2 x width], which its product lacks by that.
+        output: [2 x width], of gate and up.
+    """
+
+    stream: jax.Array
+    product: jax.Array
+    output: jax.Array
+
+
+def gated_activation(
+    product: jax.Array, stream: jax.Array, biases: Biases, eps: float, implementation: str
+) -> jax.Array:
+    """silu(gate) x up of [gate, up] = (product + biases.product) / rms + biases.output.
+
+    Args:
+        product: [tokens, 2 x width] of any floating dtype, gate and up beside each other.
+        stream: [tokens, hidden] floating; rms are the root mean squares of its rows with
+            biases.stream added.
+        biases: see there.
+        eps: of the norm, added to the mean square.
+        implementation: as in `pallas_kernels`.
+
+    Returns:
+        [tokens, width] in the dtype of the stream; computed in fp32 and rounded once.
+    """
+    if implementation == "auto" and not have_tensor_cores():
+        implementation = "reference"
+    return _activate(eps, implementation, product, stream, *biases)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _activate(eps: float, implementation: str, *arguments: jax.Array) -> jax.Array:
+    reference = functools.partial(_reference, eps)
+    kernel = functools.partial(_kernel, eps, False)
+    interpreted = functools.partial(_kernel, eps, True)
+    if implementation == "reference":
+        return reference(*arguments)
+    if implementation == "auto":
+        return jax.lax.platform_dependent(*arguments, cuda=kernel, default=reference)
+    return jax.lax.platform_dependent(*arguments, cuda=kernel, cpu=interpreted)
+
+
+def _forward(eps: float, implementation: str, *arguments: jax.Array) -> tuple:
+    return _activate(eps, implementation, *arguments), arguments
+
+
+def _backward(eps: float, _: str, arguments: tuple, grad: jax.Array) -> tuple:
+    """Differentiate the reference, computed again from the saved arguments."""
+    return jax.vjp(functools.partial(_reference, eps), *arguments)[1](grad)
+
+
+_activate.defvjp(_forward, _backward)
+
+
+def _reference(eps: float, product: jax.Array, stream: jax.Array, *biases: jax.Array) -> jax.Array:
+    stream_bias, product_bias, bias = (each.astype(jnp.float32)[None] for each in biases)
+    x = stream.astype(jnp.float32) + stream_bias
+    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    product = product.astype(jnp.float32) + product_bias
+    gate, up = jnp.split(product * scale + bias, 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(stream.dtype)
+
+
+def _kernel(
+    eps: float, interpret: bool, product: jax.Array, stream: jax.Array, *biases: jax.Array
+) -> jax.Array:
+    tokens, width = product.shape[0], product.shape[1] // 2
+    launch = Launch(block=1, block_k=1, num_warps=_WARPS, num_stages=1)
+    kernel = functools.partial(gated_kernel, eps=eps, interpreted=interpret)
+    operands = product, stream, *biases
+    return run(kernel, tokens, (tokens, width), stream.dtype, launch, interpret, operands)
+
+
+def gated_kernel(
+    product_ref: Ref, stream_ref: Ref,
+    stream_bias_ref: Ref, product_bias_ref: Ref, bias_ref: Ref,
+    out_ref: Ref,
+    *,
+    eps: float, interpreted: bool,
+) -> None:  # fmt: skip
+    """One program for each token."""
+    hidden, width = stream_ref.shape[1], out_ref.shape[1]
+    token = pl.program_id(0)
+    channel = jnp.arange(next_power_of_2(hidden), dtype=jnp.int32)
+    column = jnp.arange(next_power_of_2(width), dtype=jnp.int32)
+    in_stream, in_width = channel < hidden, column < width
+
+    x = _load(stream_ref.at[token, channel], in_stream)
+    gate = _load(product_ref.at[token, column], in_width)
+    up = _load(product_ref.at[token, width + column], in_width)
+    x += _load(stream_bias_ref.at[channel], in_stream)
+    gate += _load(product_bias_ref.at[column], in_width)
+    up += _load(product_bias_ref.at[width + column], in_width)
+    scale = jax.lax.rsqrt(jnp.sum(x * x) / hidden + eps)
+    gate = gate * scale + _load(bias_ref.at[column], in_width)
+    up = up * scale + _load(bias_ref.at[width + column], in_width)
+    # Few instructions, which would otherwise take as long as the loads. The bound keeps the power
+    # finite; a gate that it changes is closed: the result is below 1e-37 times gate and up.
+    power = exp2(jnp.minimum(gate * -LOG2_E, 126.0), interpreted)
+    y = gate * up / (1.0 + power)
+    plgpu.store(out_ref.at[token, column], y.astype(out_ref.dtype), mask=in_width)
+
+
+def _load(window: Ref, mask: jax.Array) -> jax.Array:
+    return plgpu.load(window, mask=mask, other=0.0).astype(jnp.float32)
