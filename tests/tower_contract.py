@@ -112,6 +112,8 @@ class TowerContract:
         patches = random_patches(config, grid)
         states = list(tower.hidden_states(patches, grid))
         assert len(states) == config.depth
+        for kept, state in zip(states, tower.hidden_states(patches, grid), strict=True):
+            np.testing.assert_array_equal(self.numpy(kept), self.numpy(state))
         layout = plan_layout(config, grid)
         blocks = (config.depth - 1, *config.deepstack_visual_indexes)
         mergers = (tower.merger, *tower.deepstack_mergers)
