@@ -183,7 +183,7 @@ class VisionConfig:
 
         Filled with zeros the extra channels contribute exactly nothing, while rows that are no
         multiple of 16 bytes shut the fast matrix kernels out. Where the norm comes late, one of
-        them carries a bias (`tower_weights`).
+        them carries biases (`tower_weights`).
         """
         channels = self.intermediate_size + self.family.late_norm
         return -(-channels // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
