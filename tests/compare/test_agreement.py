@@ -1,5 +1,6 @@
 """Agreement holds for the kernels, and does not for wrong ones."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -57,6 +58,35 @@ def test_our_kernels_agree(capsys):
     }
     assert records[2].details["bit_equal_share"] > 0.9
     assert "Kernel agreement" in capsys.readouterr().out
+
+
+def test_on_a_gpu_each_pair_is_compiled_for_its_workload(monkeypatch):
+    """A workload that has no answer takes its pairs along, and not those of the next."""
+    other = KernelWorkload("other", "windows", ((1, 4, 4),), heads=1)
+    judge = agreement.Yardstick.of
+    jobs = []
+
+    def compiled(all_jobs, _):
+        jobs.extend(all_jobs)
+        return [replace(i, name=f"{i.name} for {workload.name}") for i, workload in all_jobs]
+
+    def no_answer(workload, *arguments):
+        if workload is TINY:
+            raise RuntimeError("no memory is left")
+        return judge(workload, *arguments)
+
+    monkeypatch.setattr(agreement, "has_gpu", lambda: True)
+    monkeypatch.setattr(agreement, "warm_up", compiled)
+    monkeypatch.setattr(agreement.Yardstick, "of", no_answer)
+    twins = [stand_in("triton", unfused), stand_in("pallas", unfused)]
+    records = check_kernels([(TINY, ("qk", "none")), (other, ("qk",))], lambda fuse: twins)
+    assert [workload.name for _, workload in jobs] == ["tiny"] * 4 + ["other"] * 2
+    assert [(r.implementation, r.passed) for r in records] == [
+        ("oracle", False),
+        ("triton for other", True),
+        ("pallas for other", True),
+        ("pallas for other against triton for other", True),
+    ]
 
 
 def test_all_but_one_element_are_not_all(capsys):
