@@ -16,7 +16,13 @@ _WINDOWS = (16, 32, 64, 128)
 # Length that is measured, and the longest segment that its launch serves.
 _STREAMS = ((256, 512), (576, 576), (1024, 1024), (4096, None))
 
-_WINDOW_WARPS = {16: (1, 2, 4), 32: (1, 2, 4), 64: (2, 4, 8), 128: (4, 8)}
+# Rows of the tile, which holds the whole segment; warps; a bound on registers.
+_WINDOW_TILES = {
+    16: ((16, 1), (16, 2), (16, 4), (16, 1, 128), (16, 2, 64)),
+    32: ((32, 1), (32, 2), (32, 4), (32, 4, 64), (64, 4, 128)),
+    64: ((64, 2), (64, 4), (64, 8), (64, 4, 128)),
+    128: ((128, 4), (128, 8), (128, 8, 168), (128, 8, 128)),
+}
 # Rows of a query tile, rows of a key tile, warps, stages, and a bound on registers. The key tile is
 # the same for all, and for both twins: a row's softmax refers to its segment's first one, and by
 # others the twins' results would differ by more than their rule allows.
@@ -65,11 +71,11 @@ def tuning_cases(kernels: tuple[str, ...]) -> list[Case]:
 
 def _window_cases() -> Iterator[Case]:
     for head_dim, length in itertools.product(_HEAD_DIMS, _WINDOWS):
-        tries = [_fields(length, length, warps, 1) for warps in _WINDOW_WARPS[length]]
-        if length == 64:
-            tries.append(_fields(64, 64, 4, 1, 128))
+        tries = tuple(
+            _fields(rows, rows, warps, 1, *bound) for rows, warps, *bound in _WINDOW_TILES[length]
+        )
         workload = variant(segments(length), head_dim=head_dim)
-        yield Case("window", head_dim, length, workload, "qk", tuple(tries))
+        yield Case("window", head_dim, length, workload, "qk", tries)
 
 
 def _stream_cases() -> Iterator[Case]:
