@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from compare.environment import configure, gpu_count
+from tests import interpreter
 
 # Their assertions show values too.
 pytest.register_assert_rewrite(
@@ -22,6 +23,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Before any test imports a framework: without a GPU Triton's kernels are interpreted.
 configure()
+interpreter.speed_up()
 
 # The same examples in every run, and no failure because a shared machine was slow for a moment. The
 # contract suites are inherited: that several classes run a test is their purpose.
