@@ -41,12 +41,12 @@ sanitize: setup
 	PYTHON=$(BIN)/python tests/sanitize.sh
 
 test-newest-jax: $(NEWEST_VENV)/installed
-	$(NEWEST_VENV)/bin/python -m pytest tests/pallas_kernels tests/flax_models
+	$(NEWEST_VENV)/bin/python -m pytest -n auto tests/pallas_kernels tests/flax_models
 
-$(NEWEST_VENV)/installed: pyproject.toml
+$(NEWEST_VENV)/installed: pyproject.toml Makefile
 	test -x $(NEWEST_VENV)/bin/python || $(NEWEST_PYTHON) -m venv $(NEWEST_VENV)
 	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade --editable '.[jax]' pytest pytest-timeout hypothesis
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade --editable '.[jax]' pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
 lint: setup
