@@ -117,15 +117,15 @@ def gated_kernel(
     product_ptr += token * 2 * WIDTH
     out_ptr += token * WIDTH
 
-    x = load(stream_ptr + channel, in_stream)
-    gate = load(product_ptr + column, in_width)
-    up = load(product_ptr + WIDTH + column, in_width)
-    x += load(stream_bias_ptr + channel, in_stream)
-    gate += load(product_bias_ptr + column, in_width)
-    up += load(product_bias_ptr + WIDTH + column, in_width)
+    x = _load(stream_ptr + channel, in_stream)
+    gate = _load(product_ptr + column, in_width)
+    up = _load(product_ptr + WIDTH + column, in_width)
+    x += _load(stream_bias_ptr + channel, in_stream)
+    gate += _load(product_bias_ptr + column, in_width)
+    up += _load(product_bias_ptr + WIDTH + column, in_width)
     scale = tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps)
-    gate = gate * scale + load(bias_ptr + column, in_width)
-    up = up * scale + load(bias_ptr + WIDTH + column, in_width)
+    gate = gate * scale + _load(bias_ptr + column, in_width)
+    up = up * scale + _load(bias_ptr + WIDTH + column, in_width)
     # Few instructions, which would otherwise take as long as the loads: a root takes fewer than a
     # division. The bound keeps the power finite; a gate that it changes is closed: the result is
     # below 1e-37 times gate and up.
@@ -135,7 +135,7 @@ def gated_kernel(
 
 
 @triton.jit
-def load(ptr, mask):
+def _load(ptr, mask):
     """Values in fp32; zero where masked."""
     return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
 
