@@ -1,5 +1,7 @@
 """What holds for all tests: the frameworks' environment, the `gpu` marker, hypothesis' profile."""
 
+import importlib.metadata
+import importlib.util
 import os
 
 import pytest
@@ -23,6 +25,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Before any test imports a framework: without a GPU Triton's kernels are interpreted.
 configure()
+if gpu_count() == 0 and importlib.util.find_spec("jaxlib"):
+    # The tests compile much and run little: half their time goes if XLA does not optimise.
+    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # 0.12 refuses to start by it
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ["XLA_FLAGS"] = " ".join(flags)
 interpreter.speed_up()
 
 # The same examples in every run, and no failure because a shared machine was slow for a moment. The

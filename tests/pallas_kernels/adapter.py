@@ -8,9 +8,6 @@ import numpy as np
 
 import pallas_kernels
 
-# On a CPU the tests compile much and run little. (A GPU's options would go to its own compiler.)
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-
 
 def public_function(packed, options):
     """The function with these (name, value) pairs as its keywords."""
@@ -24,7 +21,7 @@ def public_function(packed, options):
 @functools.cache
 def jitted(packed, options):
     """Jitted once for all tests that use these keywords."""
-    return jax.jit(public_function(packed, options), compiler_options=COMPILER_OPTIONS)
+    return jax.jit(public_function(packed, options))
 
 
 class JaxAdapter:

@@ -1,7 +1,5 @@
 """Derivatives through pallas_kernels."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 
 from tests.kernel_cases import make_case
 from tests.kernel_gradient_contract import GradientContract
-from tests.pallas_kernels.adapter import COMPILER_OPTIONS, JaxAdapter, public_function
+from tests.pallas_kernels.adapter import JaxAdapter, public_function
 
 
 class JaxGradients(JaxAdapter):
@@ -17,7 +15,7 @@ class JaxGradients(JaxAdapter):
         options = {"implementation": self.implementation, **options}
         function = public_function(packed, options)
 
-        @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+        @jax.jit
         def gradients(cu_seqlens, *arguments):
             _, pull = jax.vjp(lambda *x: function(*x, cu_seqlens), *arguments)
             return pull(jnp.asarray(weights))
@@ -39,7 +37,7 @@ class JaxGradients(JaxAdapter):
         def total(*arguments):
             return (function(*arguments, cu_seqlens) * weights).sum()
 
-        compiled = jax.jit(along(along(total)), compiler_options=COMPILER_OPTIONS)
+        compiled = jax.jit(along(along(total)))
         return float(compiled(*arguments))
 
 
@@ -63,7 +61,7 @@ def test_gradients_take_less_memory_than_the_probabilities_of_one_segment():
     """In one segment beside eight empty ones, as a tower's bucket has them."""
     tokens, segments, heads, head_dim = 1024, 9, 4, 16
     attend = public_function(True, {"implementation": "reference", "max_seqlen": tokens})
-    gradient = jax.jit(jax.grad(lambda *x: attend(*x).sum()), compiler_options=COMPILER_OPTIONS)
+    gradient = jax.jit(jax.grad(lambda *x: attend(*x).sum()))
     angles = jax.ShapeDtypeStruct((tokens, head_dim // 2), jnp.float32)
     qkv = jax.ShapeDtypeStruct((tokens, 3, heads, head_dim), jnp.float32)
     cu_seqlens = jax.ShapeDtypeStruct((segments + 1,), jnp.int32)

@@ -18,7 +18,7 @@ from pallas_kernels import tiles
 from tests.hostile import TOKENS, hostile_cu_seqlens, refusable
 from tests.kernel_cases import make_case
 from tests.kernel_contract import STREAM, WINDOW, cut
-from tests.pallas_kernels.adapter import COMPILER_OPTIONS, public_function
+from tests.pallas_kernels.adapter import public_function
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="only the interpreter's kernels can be watched"
@@ -64,7 +64,7 @@ def outside(monkeypatch):
 
 def attention(fuse, max_seqlen):
     options = {"fuse": fuse, "max_seqlen": max_seqlen, "implementation": "triton"}
-    return jax.jit(public_function(False, options), compiler_options=COMPILER_OPTIONS)
+    return jax.jit(public_function(False, options))
 
 
 @pytest.mark.parametrize(
