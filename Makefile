@@ -33,15 +33,18 @@ EXTRAS_gpu := cuda,test
 compare: setup
 	$(BIN)/python -m compare
 
+# A file's tests share what they compile: they run in one process.
+PYTEST := -m pytest -n auto --dist loadfile
+
 test: setup
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python $(PYTEST)
 
 # On a machine with a GPU and the CUDA toolkit: accesses, races and uninitialised reads.
 sanitize: setup
 	PYTHON=$(BIN)/python tests/sanitize.sh
 
 test-newest-jax: $(NEWEST_VENV)/installed
-	$(NEWEST_VENV)/bin/python -m pytest -n auto tests/pallas_kernels tests/flax_models
+	$(NEWEST_VENV)/bin/python $(PYTEST) tests/pallas_kernels tests/flax_models
 
 $(NEWEST_VENV)/installed: pyproject.toml Makefile
 	test -x $(NEWEST_VENV)/bin/python || $(NEWEST_PYTHON) -m venv $(NEWEST_VENV)

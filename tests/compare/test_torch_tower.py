@@ -127,10 +127,11 @@ def test_kernel_and_reference_agree_in_the_tower(config, tower, directory, imple
 
     if implementation == "triton" and not (INTERPRETED or torch.cuda.is_available()):
         pytest.skip("Triton's interpreter is off and there is no GPU")
+    # A small call in a small bucket: the interpreter takes its time for every token.
     other = load_vision_tower(
-        directory, torch.float32, implementation=implementation, compile=False
+        directory, torch.float32, implementation=implementation, compile=False, token_buckets=(128,)
     )
-    grid = GRIDS["edge_windows"]
+    grid = [(1, 10, 12)]  # with edge windows
     patches = random_patches(config, grid)
     ours, expected = (rows(each, patches, grid) for each in (other, tower))
     assert relative_error(ours, expected) < FP32_TOLERANCE

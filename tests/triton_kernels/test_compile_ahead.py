@@ -51,8 +51,7 @@ def test_shared_memory_suffices(compiled):
 
 
 def test_no_kernel_that_must_be_fast_spills(compiled):
-    # The last: tuning on an H200 found one warp with 96 bytes spilled faster than two or four.
-    exempt = ("float32", "unaligned", ", 256,", "sm_90, 80, bfloat16, max 32")
+    exempt = ("float32", "unaligned", ", 256,")
     fast = [r for r in compiled if r["arch"] == 90 and not any(e in r["variant"] for e in exempt)]
     assert fast
     assert [r for r in fast if r["stack"] > (WAITING_LIMIT if r["maxnreg"] else 0)] == []
