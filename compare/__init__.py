@@ -10,8 +10,8 @@ says what each part of the command line does. Each part has modules of its own:
 - towers, integration: `tower_bench`;
 - tune: `tune`, with `tuning_cases`;
 - trust: `trust` and the modules named after it, with `guards` around tensors;
-- report: `report`, from the tables in `check_tables`, `timing_tables` and `fusion_table`, the
-  `charts`, and `families` and `markdown`, which those share.
+- report: `report`, from the tables in `check_tables`, `timing_tables`, `fusion_table` and `glance`,
+  the `charts`, and `families` and `markdown`, which those share.
 
 They share:
 

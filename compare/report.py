@@ -9,6 +9,7 @@ from compare.check_tables import agreement_line, layer_table, trust_table
 from compare.errors import InputError, UnavailableError
 from compare.families import RecordDict, families, layer_families, ranking
 from compare.fusion_table import best_table, cells_of, times_table, verdict_line
+from compare.glance import glance_table
 from compare.results import Results
 from compare.timing_tables import (
     group_table,
@@ -21,6 +22,7 @@ from compare.timing_tables import (
 from compare.tower_workloads import TOWERS
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+GLANCE_BEGIN, GLANCE_END = "<!-- glance:begin -->", "<!-- glance:end -->"
 PARTS = ("agreement", "trust", "kernels", "fusion", "towers", "integration")
 
 _SPREAD = (
@@ -90,10 +92,10 @@ def write_report(directory: Path, out: Path) -> Path:
 
 
 def update_readme(readme: Path, directory: Path) -> None:
-    """Renew what stands between the markers of a README.
+    """Renew what stands between the markers of a README: results, and at its top a glance at them.
 
     Raises:
-        InputError: the README cannot be read or lacks the markers, or there are no results.
+        InputError: the README cannot be read or lacks the results' markers, or there are none.
     """
     try:
         text = readme.read_text(encoding="utf-8")
@@ -101,12 +103,27 @@ def update_readme(readme: Path, directory: Path) -> None:
         raise InputError(
             f"cannot read {readme}: {getattr(error, 'strerror', None) or error}"
         ) from None
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
+    renewed = _renewed(text, BEGIN, END, readme_block(readme, directory))
+    if renewed is None:
         raise InputError(f"{readme} has no {BEGIN} followed by {END}")
-    block = readme_block(readme, directory)
-    results.write_text(f"{before}{BEGIN}\n{block}\n{END}{after}", readme)
+    glance = _renewed(renewed, GLANCE_BEGIN, GLANCE_END, glance_block(directory))
+    results.write_text(renewed if glance is None else glance, readme)
+
+
+def _renewed(text: str, begin: str, end: str, block: str) -> str | None:
+    """The text with another block between two markers; None where they are not there."""
+    before, begun, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    return f"{before}{begin}\n{block}\n{end}{after}" if begun and ended else None
+
+
+def glance_block(directory: Path) -> str:
+    """What belongs at the top of a README: a table for each device.
+
+    Raises:
+        InputError: no results, or one that cannot be read.
+    """
+    return "\n\n".join(filter(None, map(glance_table, read_devices(directory).values())))
 
 
 def readme_block(readme: Path, directory: Path) -> str:

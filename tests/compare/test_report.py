@@ -16,6 +16,7 @@ from compare.check_tables import agreement_line
 from compare.console import number
 from compare.errors import InputError
 from compare.families import families, size
+from compare.glance import glance_table
 from compare.markdown import table
 from compare.results import Record
 from compare.timing_tables import rate_table, ratio_table, row_table, timing_table
@@ -213,6 +214,34 @@ def test_readme_block_is_renewed_and_the_rest_kept(directory, tmp_path):
     assert readme.read_text() == once
 
 
+def test_a_glance_at_the_results(directory, tmp_path):
+    (parts,) = report.read_devices(directory).values()
+    lines = glance_table(parts).splitlines()
+    assert lines[0] == f"| {synthetic.DEVICE}, bf16 | 448 px | 672 px | 896 px | 1344 px |"
+    # Ours of both frameworks, then how many times as long others take, each set against its own.
+    starts = [line.rsplit(" | ", 4)[:2] for line in lines[2:]]
+    assert [cell for _, cell in starts] == [
+        *("**2.48 / 2.64**", "5.5 / 5.2", "10.0 / 9.4"),
+        *("**5 / 5.5**", "2.6 / 3.1") * 2,
+    ]
+    assert starts[0][0].startswith("| **vision tower of Qwen2.5-VL 7B")
+    assert glance_table({"towers": parts["towers"]}).count("\n") == 4
+    assert glance_table({"agreement": parts["agreement"]}) == ""
+
+    readme = tmp_path / "README.md"
+    glance = f"{report.GLANCE_BEGIN}\nold\n{report.GLANCE_END}\n"
+    readme.write_text(f"{glance}{report.BEGIN}{report.END}")
+    report.update_readme(readme, directory)
+    assert readme.read_text().startswith(glance.replace("old", "\n".join(lines)))
+
+
+def test_a_glance_at_results_that_are_missing():
+    record = Record("windows-448", "triton", median_us=5.0, framework="torch")
+    lines = glance_table({"kernels": synthetic.as_results("kernels", [record])}).splitlines()
+    assert lines[2].endswith("| **5 / –** | **– / –** | **– / –** | **– / –** |")
+    assert lines[3].endswith("| – / – | – / – | – / – | – / – |")
+
+
 @pytest.mark.parametrize("text", ["", report.BEGIN, f"{report.END} {report.BEGIN}"])
 def test_a_readme_without_markers_is_left_alone(directory, tmp_path, text):
     readme = tmp_path / "README.md"
@@ -355,7 +384,10 @@ def test_the_readme_shows_the_committed_results():
     if not readme.is_file() or not list(committed.glob("*/*.json")):
         pytest.skip("no results are committed yet")
     text = readme.read_text(encoding="utf-8")
-    shown = text.partition(report.BEGIN)[2].partition(report.END)[0]
-    assert shown.strip() == report.readme_block(readme, committed).strip(), (
-        "renew it: python -m compare report --readme README.md"
-    )
+    for begin, end, block in (
+        (report.BEGIN, report.END, report.readme_block(readme, committed)),
+        (report.GLANCE_BEGIN, report.GLANCE_END, report.glance_block(committed)),
+    ):
+        shown = text.partition(begin)[2].partition(end)[0]
+        renew = "renew it: python -m compare report --readme README.md"
+        assert shown.strip() == block.strip(), renew
