@@ -15,6 +15,7 @@ from flax_models import Layout, VisionConfig
 from flax_models.layout import inverse_frequencies
 from triton_kernels import fused_rope_attention_qkvpacked
 from triton_kernels.attention import rotate_in_order
+from triton_kernels.checks import IMPLEMENTATIONS
 from triton_kernels.reference import rotate_reference
 
 FRAME_ATTENTION = ("fused", "cudnn", "fa2", "fa3")
@@ -186,8 +187,10 @@ def _of_equal_frames(segments: Segments) -> Segments:
     return replace(segments, cos=segments.cos.where(equal, torch.nan))
 
 
-def check_known(provider: str) -> None:
-    """Refuse a name that is none of FRAME_ATTENTION with a ValueError."""
+def check_known(implementation: str, provider: str) -> None:
+    """Refuse a name that is none of IMPLEMENTATIONS or FRAME_ATTENTION with a ValueError."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     if provider not in FRAME_ATTENTION:
         raise ValueError(
             f"frame_attention must be one of {', '.join(FRAME_ATTENTION)}, got {provider!r}"

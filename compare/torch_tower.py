@@ -59,11 +59,11 @@ class VisionTower(nn.Module):
         """Build a tower with random weights.
 
         Raises:
-            ValueError: bad `token_buckets`, or an unknown `frame_attention`; whether it can run
-                here, `load_vision_tower` finds out.
+            ValueError: bad `token_buckets`, an unknown `implementation` or `frame_attention`;
+                whether that can run here, `load_vision_tower` finds out.
         """
         super().__init__()
-        check_known(frame_attention)
+        check_known(implementation, frame_attention)
         self.config = config
         self.implementation = implementation
         self.frame_attention = frame_attention
@@ -212,9 +212,9 @@ def load_vision_tower(
 
     Raises:
         CheckpointError: a checkpoint that cannot be used, see `read_checkpoint`.
-        ValueError: an unknown model type, dtype or `frame_attention`, bad `token_buckets`, no such
-            device, one that `frame_attention` does not run on, or CUDA graphs where they cannot be
-            recorded.
+        ValueError: an unknown model type, dtype, `implementation` or `frame_attention`, bad
+            `token_buckets`, no such device, one that `frame_attention` does not run on, or CUDA
+            graphs where they cannot be recorded.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 from flax_models.config import VisionConfig
 from flax_models.layout import Layout, inverse_frequencies
 from pallas_kernels import fused_rope_attention_qkvpacked
+from pallas_kernels.checks import IMPLEMENTATIONS
 from pallas_kernels.reference import rotate_reference
 
 FRAME_ATTENTION = ("fused", "cudnn")
@@ -126,8 +127,10 @@ def _of_equal_frames(segments: Segments) -> Segments:
     return replace(segments, cos=jnp.where(equal, segments.cos, jnp.nan))
 
 
-def check_known(provider: str) -> None:
-    """Refuse a name that is none of FRAME_ATTENTION with a ValueError."""
+def check_known(implementation: str, provider: str) -> None:
+    """Refuse a name that is none of IMPLEMENTATIONS or FRAME_ATTENTION with a ValueError."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     if provider not in FRAME_ATTENTION:
         raise ValueError(
             f"frame_attention must be one of {', '.join(FRAME_ATTENTION)}, got {provider!r}"

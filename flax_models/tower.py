@@ -63,12 +63,13 @@ class VisionTower(nnx.Module):
         """Build a tower with placeholder weights, zeros and ones.
 
         Raises:
-            ValueError: a dtype other than bfloat16, float16 and float32, bad `token_buckets`, or an
-                unknown `frame_attention`; whether that can run here, `load_vision_tower` finds out.
+            ValueError: a dtype other than bfloat16, float16 and float32, bad `token_buckets`, an
+                unknown `implementation` or `frame_attention`; whether that can run here,
+                `load_vision_tower` finds out.
         """
         self.config = config
         self.dtype = _known_dtype(dtype)
-        check_known(frame_attention)
+        check_known(implementation, frame_attention)
         self.implementation = implementation
         self.frame_attention = frame_attention
         self.token_buckets = check_token_buckets(config, token_buckets)
@@ -191,8 +192,8 @@ def load_vision_tower(
 
     Raises:
         CheckpointError: a checkpoint that cannot be used, see `read_checkpoint`.
-        ValueError: an unknown model type, dtype or `frame_attention`, bad `token_buckets`, no such
-            device, or one that `frame_attention` does not run on.
+        ValueError: an unknown model type, dtype, `implementation` or `frame_attention`, bad
+            `token_buckets`, no such device, or one that `frame_attention` does not run on.
     """
     target = find_device(device)
     config = VisionConfig.from_pretrained(directory)

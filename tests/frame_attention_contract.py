@@ -95,6 +95,8 @@ class FrameAttentionContract:
         message = re.escape(f"one of fused, {', '.join(self.libraries)}, got 'flash'")
         with pytest.raises(ValueError, match=message):
             self.load(directory, "float32", frame_attention="flash")
+        with pytest.raises(ValueError, match=r"implementation must be one of .*got 'cuda'"):
+            self.load(directory, "float32", implementation="cuda")
 
     def test_libraries_are_refused_without_a_gpu(self, directory):
         for library in self.libraries:
