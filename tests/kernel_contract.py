@@ -40,8 +40,8 @@ CUTS = {
 
 
 def cut(cu_seqlens, tokens=96, **options):
-    """A case with these cumulative lengths."""
-    case = make_case([tokens], **options)
+    """A case with these cumulative lengths, of one head: where segments end, heads are alike."""
+    case = make_case([tokens], **{"heads": 1} | options)
     return dataclasses.replace(case, cu_seqlens=np.array(cu_seqlens, np.int32))
 
 
@@ -202,7 +202,7 @@ class KernelContract:
     )
     def test_rows_of_a_longer_segment_are_right_or_nan(self, max_seqlen, dtype, atol):
         lengths = (9, 150, 1, 16, 40, 130, 8)
-        case = make_case(lengths, head_dim=16, dtype=dtype, leading=3, trailing=70)
+        case = make_case(lengths, head_dim=16, heads=1, dtype=dtype, leading=3, trailing=70)
         result = self.attention(case, max_seqlen=max_seqlen)
         expected = exact(case)
         assert (result[case.padding] == 0).all()
@@ -218,7 +218,7 @@ class KernelContract:
     @both_kernels
     @pytest.mark.parametrize("changed", [0, 31, 32, 45, 65, 79])
     def test_a_token_moves_exactly_the_rows_of_its_segment(self, changed, max_seqlen):
-        case = make_case((32, 1, 31, 16), head_dim=16)
+        case = make_case((32, 1, 31, 16), head_dim=16, heads=1)
         after = case.with_rows(changed, 2.0)
         before, after = (self.attention(c, max_seqlen=max_seqlen) for c in (case, after))
         ((start, end),) = [s for s in case.segments if s[0] <= changed < s[1]]
@@ -228,7 +228,7 @@ class KernelContract:
     @both_kernels
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     def test_a_broken_segment_breaks_no_other(self, value, max_seqlen):
-        case = make_case((32, 1, 31, 16), head_dim=16)
+        case = make_case((32, 1, 31, 16), head_dim=16, heads=1)
         start, end = case.segments[2]
         cos, sin = case.cos.copy(), case.sin.copy()
         cos[start:end] = sin[start:end] = value
@@ -246,7 +246,7 @@ class KernelContract:
     )
     @hostile_cu_seqlens(usual=25)
     def test_any_cu_seqlens_is_safe(self, cu_seqlens, max_seqlen, dtype):
-        case = cut(cu_seqlens, tokens=TOKENS, head_dim=16, dtype=dtype, heads=1)
+        case = cut(cu_seqlens, tokens=TOKENS, head_dim=16, dtype=dtype)
         result = self.attention(case, max_seqlen=max_seqlen).astype(np.float32)
         assert result.shape == (TOKENS, 1, 16)
         # Every row is a mean of rows of v, or refused because the bound is broken; memory that
@@ -258,7 +258,7 @@ class KernelContract:
 
     @pytest.mark.parametrize("extreme", [(-(2**31), 2**31 - 1), (2**31 - 1, -(2**31), 30)], ids=str)
     def test_extreme_cu_seqlens_without_a_bound_are_safe(self, extreme):
-        case = cut(extreme, tokens=30, head_dim=16, dtype="float32", heads=1)
+        case = cut(extreme, tokens=30, head_dim=16, dtype="float32")
         result = self.attention(case, max_seqlen=None)
         assert (np.abs(result) <= np.abs(case.qkv[:, 2]).max() * (1 + 1e-5)).all()
 

@@ -1,5 +1,6 @@
 """The comparison needs both frameworks; where PyTorch is missing there is nothing to test here."""
 
+import gc
 import importlib.util
 
 import pytest
@@ -10,6 +11,14 @@ configure()  # as the command line does, before any test imports a framework
 
 if importlib.util.find_spec("torch") is None:
     collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frameworks_are_no_garbage():
+    """Benchmarks collect garbage between towers, which takes its time for millions of objects."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module", params=["head_dim_16", "qwen3_vl"])
