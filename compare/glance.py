@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from compare.console import number
-from compare.families import KERNELS, OURS, RecordDict, timed
+from compare.families import KERNELS, RecordDict, peers, timed
 from compare.markdown import table
 from compare.results import Results
 
 _SIZES = ("448", "672", "896", "1344")
+_FRAMEWORKS = ("torch", "jax")
 _TOWERS = ("torch", "flax")
-_Rival = Callable[[str, RecordDict, RecordDict], bool]
+
+# Of a workload's records, those that ours of a framework is set against.
+_Rivals = Callable[[dict[str, RecordDict], str], list[RecordDict]]
 
 
 def glance_table(parts: Mapping[str, Results]) -> str:
@@ -23,15 +26,14 @@ def glance_table(parts: Mapping[str, Results]) -> str:
     """
     rows: list[list[str]] = []
     if towers := parts.get("towers"):
-        of_tower = "Hugging Face's tower, {}: times as long"
-        rivals: dict[str, _Rival] = {
-            of_tower.format("flash attention"): lambda name, *_: "varlen" in name,
-            of_tower.format("SDPA, its default"): lambda name, *_: name.endswith("SDPA"),
-        }
         title = "vision tower of Qwen2.5-VL 7B, calls in a row: PyTorch / Flax, ms"
+        rivals = {
+            "Hugging Face's, flash attention: times as long": _named("Hugging Face FA"),
+            "Hugging Face's, SDPA, its default: times as long": _named("Hugging Face SDPA"),
+        }
         rows += _rows(towers, "tower", _TOWERS, "row_us", 1e3, title, rivals)
     if kernels := parts.get("kernels"):
-        rivals = {"rotation apart, the fastest library: times as long": _is_unfused}
+        rivals = {"the fastest library, with rotation: times as long": peers}
         for family, where in (("windows", "in windows of 64"), ("frames", "over the whole image")):
             title = f"attention {where}, one layer: Triton / Pallas, µs"
             rows += _rows(kernels, family, KERNELS, "median_us", 1.0, title, rivals)
@@ -41,8 +43,8 @@ def glance_table(parts: Mapping[str, Results]) -> str:
     return table([f"{device}, bf16", *(f"{size} px" for size in _SIZES)], rows)
 
 
-def _is_unfused(name: str, record: RecordDict, own: RecordDict) -> bool:
-    return name not in OURS and record.get("framework") == own.get("framework")
+def _named(start: str) -> _Rivals:
+    return lambda records, _: [r for name, r in records.items() if name.startswith(start)]
 
 
 def _rows(
@@ -52,26 +54,23 @@ def _rows(
     key: str,
     unit_us: float,
     title: str,
-    rivals: Mapping[str, _Rival],
+    rivals: Mapping[str, _Rivals],
 ) -> Iterator[list[str]]:
-    """Ours, and below it a row for each kind of rival."""
+    """Ours, and below it a row for each kind of rival; `key` tells which time."""
     columns = [timed(results, f"{family}-{size}") for size in _SIZES]
 
-    def time_us(records: dict[str, RecordDict], name: str) -> float | None:
-        return records.get(name, {}).get(key)
+    def pair(records: dict[str, RecordDict], rivals_of: _Rivals | None) -> str:
+        cells = []
+        for name, framework in zip(twins, _FRAMEWORKS, strict=True):
+            own_us = records.get(name, {}).get(key)
+            if rivals_of is None:
+                cells.append(number(own_us and own_us / unit_us))
+                continue
+            times_us = [r[key] for r in rivals_of(records, framework) if key in r]
+            known = own_us is not None and times_us
+            cells.append(f"{min(times_us) / own_us:.1f}" if known else "–")
+        return " / ".join(cells)
 
-    times = [[time_us(records, name) for name in twins] for records in columns]
-    cells = [[number(own and own / unit_us) for own in pair] for pair in times]
-    yield [f"**{title}**", *(f"**{' / '.join(pair)}**" for pair in cells)]
-    for label, is_rival in rivals.items():
-        ratios = []
-        for records, pair in zip(columns, times, strict=True):
-            for name, own_us in zip(twins, pair, strict=True):
-                rival_us = [
-                    record[key]
-                    for other, record in records.items()
-                    if record.get(key) and is_rival(other, record, records.get(name, {}))
-                ]
-                known = own_us and rival_us
-                ratios.append(f"{min(rival_us) / own_us:.1f}" if known else "–")
-        yield [label, *(f"{a} / {b}" for a, b in zip(ratios[::2], ratios[1::2], strict=True))]
+    yield [f"**{title}**", *(f"**{pair(records, None)}**" for records in columns)]
+    for label, rivals_of in rivals.items():
+        yield [label, *(pair(records, rivals_of) for records in columns)]

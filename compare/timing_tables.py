@@ -6,7 +6,7 @@ Times and ratios; of towers also rates, what a call's time is spent on, first ca
 from collections.abc import Iterator, Sequence
 
 from compare.console import number
-from compare.families import KERNELS, OURS, RecordDict, family, ranking, size, timed
+from compare.families import KERNELS, OURS, RecordDict, family, peers, ranking, size, timed
 from compare.markdown import table
 from compare.results import Results
 from compare.workloads import FRAME_PEERS, FRAMES_MIX, FRAMES_MIX_PARTS
@@ -112,13 +112,9 @@ def _ratios(results: Results, workload: str) -> dict[str, str]:
     if pallas_us and triton_us:
         found["pallas / triton"] = f"{pallas_us / triton_us:.2f}"
     for framework, ours in (("torch", "triton"), ("jax", "pallas")):
-        peers = [
-            times[name]
-            for name, record in records.items()
-            if record.get("framework") == framework and name not in OURS
-        ]
-        if peers and ours in times:
-            found[f"fastest unfused {framework} / {ours}"] = f"{min(peers) / times[ours]:.2f}"
+        unfused = [record["median_us"] for record in peers(records, framework)]
+        if unfused and ours in times:
+            found[f"fastest unfused {framework} / {ours}"] = f"{min(unfused) / times[ours]:.2f}"
     # Whole frames are held against each library, not against the fastest alone.
     for peer in FRAME_PEERS if family(workload).startswith("frames") else ():
         if peer in times and "triton" in times:

@@ -26,11 +26,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Before any test imports a framework: without a GPU Triton's kernels are interpreted.
 configure()
 if gpu_count() == 0 and importlib.util.find_spec("jaxlib"):
-    # The tests compile much and run little: half their time goes if XLA does not optimise.
-    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
-    if importlib.metadata.version("jaxlib").startswith("0.10."):  # 0.12 refuses to start by it
+    # The tests compile much and run little: half their time goes if XLA does not optimise. Of two
+    # values for a flag XLA takes the last, the user's.
+    flags = ["--xla_backend_optimization_level=0"]
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # 0.12 does not start with it
         flags.append("--xla_cpu_use_fusion_emitters=false")
-    os.environ["XLA_FLAGS"] = " ".join(flags)
+    os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 interpreter.speed_up()
 
 # The same examples in every run, and no failure because a shared machine was slow for a moment. The
