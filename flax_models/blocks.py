@@ -178,8 +178,18 @@ _SUMMED_IN_NORM = frozenset({(4096, 1280), (8192, 1280)})
 def _add(stream: jax.Array, branch: jax.Array) -> jax.Array:
     """The residual sum, within the product that ends the branch unless that is slow."""
     if stream.shape in _SUMMED_IN_NORM:
-        branch = jax.lax.optimization_barrier(branch)
-    return stream + branch
+        return stream + jax.lax.optimization_barrier(branch)
+    return _add_in_place(stream, branch)
+
+
+def _add_in_place(stream: jax.Array, product: jax.Array) -> jax.Array:
+    """The sum within the product, over the stream that it is added to.
+
+    Behind a barrier the stream has no other reader, and then XLA promises that cuBLAS reads and
+    writes one array. With two, products in clusters of eight thread blocks fail now and then on an
+    H200 that several processes share (compare/results/nvidia-h200/shared-gpu.json).
+    """
+    return jax.lax.optimization_barrier(stream) + product
 
 
 class LateNormMLP(nnx.Module):
@@ -201,7 +211,7 @@ class LateNormMLP(nnx.Module):
         product = _unnormed_product(stream, self.gate_up.weight[...])
         biases = Biases(self.stream_bias[...], self.product_bias[...], self.bias[...])
         activated = gated_activation(product, stream, biases, self.eps, implementation)
-        return stream + self.down(activated)
+        return _add_in_place(stream, self.down(activated))
 
 
 def _unnormed_product(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -222,7 +232,7 @@ class LateNormBlock(nnx.Module):
         self.mlp = LateNormMLP(config, dtype)
 
     def __call__(self, x: jax.Array, segments: Segments) -> jax.Array:
-        x = x + self.attn.proj(self.attn(self.norm1(x), segments))
+        x = _add_in_place(x, self.attn.proj(self.attn(self.norm1(x), segments)))
         return self.mlp(x, segments.implementation)
 
 

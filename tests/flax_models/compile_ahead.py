@@ -73,7 +73,9 @@ def count_kernels(program: str) -> Counter[str]:
         if not operation or operation[1] in _NO_KERNELS:
             continue
         if "__cublas$lt$matmul" in line:
-            kinds["product and sum" if '"beta":1' in line else "product"] += 1
+            summed = '"beta":1' in line
+            in_place = "output_to_operand_aliasing={{0}: (2, {})}" in line
+            kinds["product" + " and sum" * summed + " in place" * in_place] += 1
         elif "__gpu$xla.gpu.triton" in line:
             kinds["ours"] += 1
         else:
