@@ -1,4 +1,6 @@
-"""What the Flax tower asks of devices: where it lives, what fits."""
+"""What the Flax tower asks of devices: where it lives, what fits, whether it is there yet."""
+
+from typing import Any
 
 import jax
 from flax import nnx
@@ -20,6 +22,24 @@ def home_device(weight: nnx.Param) -> jax.Device | None:
     if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
         return None
     return value.device if value.committed and len(value.devices()) == 1 else None
+
+
+def upload(arrays: Any, device: jax.Device | None) -> Any:
+    """`jax.device_put` of a pytree of NumPy arrays, as `arrived`."""
+    return arrived(jax.device_put(arrays, device))
+
+
+def arrived(arrays: Any) -> Any:
+    """Wait until a pytree of arrays is where it will be read.
+
+    JAX 0.11 lets a program on a GPU start before what it reads has been uploaded, where enough
+    others have ended since the upload began; with eight threads that call towers, some do. The
+    cause: https://github.com/ROCm/xla/pull/964, the numbers:
+    compare/results/nvidia-h200/shared-gpu.json.
+    """
+    concrete = [x for x in jax.tree.leaves(arrays) if not isinstance(x, jax.core.Tracer)]
+    jax.block_until_ready(concrete)
+    return arrays
 
 
 def find_device(device: jax.Device | str | None) -> jax.Device | None:

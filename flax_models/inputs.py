@@ -8,6 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from flax_models.config import VisionConfig
+from flax_models.device import arrived, upload
 from flax_models.layout import Layout, check_patches
 from flax_models.rows import pad_rows
 
@@ -27,6 +28,8 @@ def pad_patches(
 ) -> np.ndarray | jax.Array:
     """Check patches against their layout and pad them, on the host if that is where they are.
 
+    Those that are on their way to a device are waited for.
+
     Returns:
         [padded tokens, patch_dim], in the dtype of pixel_values.
 
@@ -39,7 +42,12 @@ def pad_patches(
     check_patches(config, layout, pixel_values.shape)
     if not jnp.issubdtype(pixel_values.dtype, jnp.floating):
         raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
-    return pad_rows(pixel_values, len(layout.window_order))
+    return pad_rows(arrived(pixel_values), len(layout.window_order))
+
+
+def patches_on_device(patches: np.ndarray | jax.Array, device: jax.Device | None) -> jax.Array:
+    """Upload what `pad_patches` left on the host; None: to the default device, uncommitted."""
+    return upload(patches, device) if isinstance(patches, np.ndarray) else patches
 
 
 _on_devices: weakref.WeakKeyDictionary[Layout, dict[jax.Device | None, Layout]]
@@ -55,5 +63,5 @@ def layout_on_device(layout: Layout, device: jax.Device | None) -> Layout:
     copies = _on_devices.setdefault(layout, {})
     if device not in copies:
         with jax.ensure_compile_time_eval():  # under a caller's trace: a tracer must not stay here
-            copies[device] = jax.device_put(layout, device)
+            copies[device] = upload(layout, device)
     return copies[device]

@@ -26,8 +26,8 @@ from flax_models.buckets import bucket_of_equal_frames, check_token_buckets, cho
 from flax_models.checkpoint import read_checkpoint
 from flax_models.compiled import compiled
 from flax_models.config import VisionConfig
-from flax_models.device import find_device, free_memory, home_device
-from flax_models.inputs import layout_on_device, pad_patches
+from flax_models.device import arrived, find_device, free_memory, home_device
+from flax_models.inputs import layout_on_device, pad_patches, patches_on_device
 from flax_models.layout import Layout, plan_layout
 from flax_models.memory import check_memory
 from flax_models.rows import first_rows
@@ -97,7 +97,7 @@ class VisionTower(nnx.Module):
             pixel_values: [tokens, patch_dim] floating, the patches of all images as `preprocess`
                 returns them. A NumPy array is padded on the host; a `jax.Array` that does not
                 fill its bucket is padded by a small function that is compiled for each number of
-                tokens.
+                tokens. Either is waited for until it is on the device, see `device.arrived`.
             grid_thw: [images, 3] integers: frames, rows and columns of each image in patches.
 
         Returns:
@@ -117,7 +117,7 @@ class VisionTower(nnx.Module):
         patches, layout = self.prepare(pixel_values, grid_thw)
         run = compiled(_encode, self)
         device = home_device(self.patch_embed.proj.weight)
-        outputs, _ = run(patches, layout_on_device(layout, device))
+        outputs, _ = run(patches_on_device(patches, device), layout_on_device(layout, device))
         return jax.tree.map(lambda output: first_rows(output, layout.num_merged), outputs)
 
     def prepare(
@@ -149,7 +149,9 @@ class VisionTower(nnx.Module):
             in window order: the order in which Hugging Face's blocks return theirs too.
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
-        for hidden in _block_outputs(self, jnp.asarray(patches), layout):
+        device = home_device(self.patch_embed.proj.weight)
+        inputs = patches_on_device(patches, device), layout_on_device(layout, device)
+        for hidden in _block_outputs(self, *inputs):
             yield hidden[: layout.num_tokens]
 
 
@@ -215,7 +217,7 @@ def load_vision_tower(
         return jax.device_put(weights[name].astype(tower.dtype, copy=False), target)
 
     paths = [path for path, _ in nnx.to_flat_state(nnx.state(tower))]
-    parameters = {path: placed(".".join(map(str, path))) for path in paths}
+    parameters = arrived({path: placed(".".join(map(str, path))) for path in paths})
     nnx.update(tower, nnx.from_flat_state(parameters))
     return tower
 

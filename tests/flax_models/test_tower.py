@@ -1,5 +1,7 @@
 """The Flax tower: what every tower must do, and what one under jax.jit must."""
 
+from dataclasses import replace
+
 import pytest
 
 jax = pytest.importorskip("jax")
@@ -17,6 +19,7 @@ from flax_models import (  # noqa: E402
     plan_layout,
 )
 from flax_models.compiled import COMPILER_OPTIONS  # noqa: E402
+from flax_models.inputs import layout_on_device, patches_on_device  # noqa: E402
 from tests.random_calls import random_calls, tokens_of  # noqa: E402
 from tests.tower_checkpoints import (  # noqa: E402
     GRIDS,
@@ -236,6 +239,30 @@ def test_gradients_reach_every_parameter(config, tower):
 
     for path, gradient in nnx.to_flat_state(nnx.state(jax.jit(jax.grad(loss))(tower))):
         assert np.abs(gradient[...]).max() > 0, path
+
+
+def test_a_call_waits_for_what_it_reads(config, tower):
+    """JAX 0.11 does not on a GPU, so neither uploads nor what is still computed may be on the way
+    when the tower's program, or that which pads, is launched.
+    """
+    grid = [(1, 4, 6)]
+
+    @jax.jit
+    def slow(patches):
+        square = jnp.eye(1024)
+        for _ in range(20):
+            square = square @ square
+        return patches * square[0, 0]
+
+    for _ in range(2):  # the first compiles
+        patches = slow(random_patches(config, grid))
+        tower.prepare(patches, grid)
+        assert patches.is_ready()
+
+    padded, layout = tower.prepare(random_patches(config, GRIDS["mix"]), GRIDS["mix"])
+    device = jax.devices()[0]
+    uploaded = patches_on_device(padded, device), layout_on_device(replace(layout), device)
+    assert all(leaf.is_ready() for leaf in jax.tree.leaves(uploaded))
 
 
 def test_encode_refuses_patches_of_another_layout(config, tower):
