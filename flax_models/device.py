@@ -35,7 +35,7 @@ def arrived(arrays: Any) -> Any:
     JAX 0.11 lets a program on a GPU start before what it reads has been uploaded, where enough
     others have ended since the upload began; with eight threads that call towers, some do. The
     cause: https://github.com/ROCm/xla/pull/964, the numbers:
-    compare/results/nvidia-h200/shared-gpu.json.
+    compare/results/nvidia-h200/uploads.json.
     """
     concrete = [x for x in jax.tree.leaves(arrays) if not isinstance(x, jax.core.Tracer)]
     jax.block_until_ready(concrete)
