@@ -183,10 +183,10 @@ def _add(stream: jax.Array, branch: jax.Array) -> jax.Array:
 
 
 def _add_in_place(stream: jax.Array, product: jax.Array) -> jax.Array:
-    """The sum within the product, over the stream that it is added to.
+    """The sum within the product, which writes it over the stream.
 
-    Behind a barrier the stream has no other reader, and then XLA promises that cuBLAS reads and
-    writes one array. With two, products in clusters of eight thread blocks fail now and then on an
+    The barrier's result is read by the sum alone, and so XLA has cuBLAS read and write one array.
+    Where it writes another, products in clusters of 2 x 4 thread blocks fail now and then on an
     H200 that several processes share (compare/results/nvidia-h200/shared-gpu.json).
     """
     return jax.lax.optimization_barrier(stream) + product

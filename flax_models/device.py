@@ -25,17 +25,17 @@ def home_device(weight: nnx.Param) -> jax.Device | None:
 
 
 def upload(arrays: Any, device: jax.Device | None) -> Any:
-    """`jax.device_put` of a pytree of NumPy arrays, as `arrived`."""
+    """`jax.device_put` a pytree of NumPy arrays, and wait until they are there."""
     return arrived(jax.device_put(arrays, device))
 
 
 def arrived(arrays: Any) -> Any:
     """Wait until a pytree of arrays is where it will be read.
 
-    JAX 0.11 lets a program on a GPU start before what it reads has been uploaded, where enough
-    others have ended since the upload began; with eight threads that call towers, some do. The
-    cause: https://github.com/ROCm/xla/pull/964, the numbers:
-    compare/results/nvidia-h200/uploads.json.
+    JAX 0.11.2 lets programs on a GPU start before what they read has been uploaded: with eight
+    threads that upload, about one in a thousand, none where uploads are waited for
+    (compare/results/nvidia-h200/uploads.json). What was found on AMD's GPUs explains it:
+    https://github.com/ROCm/xla/pull/964.
     """
     concrete = [x for x in jax.tree.leaves(arrays) if not isinstance(x, jax.core.Tracer)]
     jax.block_until_ready(concrete)

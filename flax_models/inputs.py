@@ -28,7 +28,7 @@ def pad_patches(
 ) -> np.ndarray | jax.Array:
     """Check patches against their layout and pad them, on the host if that is where they are.
 
-    Those that are on their way to a device are waited for.
+    Those that are on their way to a device, or still computed there, are waited for.
 
     Returns:
         [padded tokens, patch_dim], in the dtype of pixel_values.
@@ -45,20 +45,26 @@ def pad_patches(
     return pad_rows(arrived(pixel_values), len(layout.window_order))
 
 
-def patches_on_device(patches: np.ndarray | jax.Array, device: jax.Device | None) -> jax.Array:
-    """Upload what `pad_patches` left on the host; None: to the default device, uncommitted."""
-    return upload(patches, device) if isinstance(patches, np.ndarray) else patches
-
-
 _on_devices: weakref.WeakKeyDictionary[Layout, dict[jax.Device | None, Layout]]
 _on_devices = weakref.WeakKeyDictionary()
 
 
-def layout_on_device(layout: Layout, device: jax.Device | None) -> Layout:
-    """A layout with its arrays on a device; None: the default one, uncommitted.
+def on_device(
+    patches: np.ndarray | jax.Array, layout: Layout, device: jax.Device | None
+) -> tuple[jax.Array, Layout]:
+    """Padded patches and their layout with all arrays on a device, uploads waited for.
 
-    Kept for as long as the layout is, and `plan_layout` keeps one object per grid, but no large
-    ones.
+    None: the default device, uncommitted. Patches that are on a device stay there.
+    """
+    if isinstance(patches, np.ndarray):
+        patches = upload(patches, device)
+    return patches, _layout_on_device(layout, device)
+
+
+def _layout_on_device(layout: Layout, device: jax.Device | None) -> Layout:
+    """Uploaded once, and kept for as long as the layout is.
+
+    `plan_layout` keeps one object per grid, but no large ones.
     """
     copies = _on_devices.setdefault(layout, {})
     if device not in copies:

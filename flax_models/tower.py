@@ -27,7 +27,7 @@ from flax_models.checkpoint import read_checkpoint
 from flax_models.compiled import compiled
 from flax_models.config import VisionConfig
 from flax_models.device import arrived, find_device, free_memory, home_device
-from flax_models.inputs import layout_on_device, pad_patches, patches_on_device
+from flax_models.inputs import on_device, pad_patches
 from flax_models.layout import Layout, plan_layout
 from flax_models.memory import check_memory
 from flax_models.rows import first_rows
@@ -97,7 +97,8 @@ class VisionTower(nnx.Module):
             pixel_values: [tokens, patch_dim] floating, the patches of all images as `preprocess`
                 returns them. A NumPy array is padded on the host; a `jax.Array` that does not
                 fill its bucket is padded by a small function that is compiled for each number of
-                tokens. Either is waited for until it is on the device, see `device.arrived`.
+                tokens. Either is waited for until it is on the device, see `device.arrived`; a
+                `jax.Array` that is still computed there makes the call wait for all before it.
             grid_thw: [images, 3] integers: frames, rows and columns of each image in patches.
 
         Returns:
@@ -115,9 +116,7 @@ class VisionTower(nnx.Module):
             MemoryError: a pass over so many tokens does not fit in what memory is free.
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
-        run = compiled(_encode, self)
-        device = home_device(self.patch_embed.proj.weight)
-        outputs, _ = run(patches_on_device(patches, device), layout_on_device(layout, device))
+        outputs, _ = compiled(_encode, self)(*self._on_device(patches, layout))
         return jax.tree.map(lambda output: first_rows(output, layout.num_merged), outputs)
 
     def prepare(
@@ -125,7 +124,8 @@ class VisionTower(nnx.Module):
     ) -> tuple[np.ndarray | jax.Array, Layout]:
         """Pad a call's input to its bucket, which makes it the input of `encode`.
 
-        Args and errors are those of a call.
+        Args and errors are those of a call. A `jax.Array` is waited for; what is padded on the host
+        stays there, as does the layout.
 
         Returns:
             The patches padded with zeros, [bucket.tokens, patch_dim], and the layout. The first
@@ -149,10 +149,13 @@ class VisionTower(nnx.Module):
             in window order: the order in which Hugging Face's blocks return theirs too.
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
-        device = home_device(self.patch_embed.proj.weight)
-        inputs = patches_on_device(patches, device), layout_on_device(layout, device)
-        for hidden in _block_outputs(self, *inputs):
+        for hidden in _block_outputs(self, *self._on_device(patches, layout)):
             yield hidden[: layout.num_tokens]
+
+    def _on_device(
+        self, patches: np.ndarray | jax.Array, layout: Layout
+    ) -> tuple[jax.Array, Layout]:
+        return on_device(patches, layout, home_device(self.patch_embed.proj.weight))
 
 
 def _known_dtype(dtype: DTypeLike) -> np.dtype:

@@ -19,7 +19,8 @@ import numpy as np
 
 from tests.pallas_kernels.compile_ahead import compile_for_gpu, forget_this_machine
 
-TOWERS = ("qwen2_5_vl_7b", "qwen2_vl_7b")  # with a late norm and without
+# With a late norm; without; with DeepStack, which reads what the next block overwrites.
+TOWERS = ("qwen2_5_vl_7b", "qwen2_vl_7b", "qwen3_vl_8b")
 DEPTHS = (2, 3)  # in Qwen2.5-VL the first attends over frames, the others over windows
 SIDES = (32, 64)  # of one image in patches: 448 and 896 px
 
@@ -52,9 +53,13 @@ def tower_program(name: str, side: int, depth: int) -> str:
     from flax_models.tower import _encode
     from pallas_kernels.compile import compiling_by
 
-    config = replace(getattr(VisionConfig, name)(), depth=depth)
-    if config.window_size:
-        config = replace(config, fullatt_block_indexes=(0,))
+    config = getattr(VisionConfig, name)()
+    config = replace(
+        config,
+        depth=depth,
+        fullatt_block_indexes=(0,) if config.window_size else config.fullatt_block_indexes,
+        deepstack_visual_indexes=(0,) if config.deepstack_visual_indexes else (),
+    )
     tower = nnx.eval_shape(lambda: VisionTower(config, jnp.bfloat16, implementation="triton"))
     grid = np.array([(1, side, side)])
     layout = plan_layout(config, grid, choose_bucket(config, grid))
@@ -73,9 +78,12 @@ def count_kernels(program: str) -> Counter[str]:
         if not operation or operation[1] in _NO_KERNELS:
             continue
         if "__cublas$lt$matmul" in line:
-            summed = '"beta":1' in line
-            in_place = "output_to_operand_aliasing={{0}: (2, {})}" in line
-            kinds["product" + " and sum" * summed + " in place" * in_place] += 1
+            if '"beta":1' not in line:
+                kinds["product"] += 1
+            elif "output_to_operand_aliasing={{0}: (2, {})}" in line:
+                kinds["product and sum in place"] += 1
+            else:
+                kinds["product and sum"] += 1
         elif "__gpu$xla.gpu.triton" in line:
             kinds["ours"] += 1
         else:

@@ -28,13 +28,16 @@ def test_what_a_block_launches_and_what_moves_with_results():
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     records = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [record["beside results"] for record in records] == [[]] * 8
+    # With Qwen3-VL's it is one array, which the entrance reads to stretch its table of positions.
+    assert [len(record["beside results"]) for record in records] == [0] * 8 + [1] * 4
     kernels = [Counter(record["kernels"]) for record in records]
-    small_late, large_late, small, large = (
+    small_late, large_late, small, large, small_deep, large_deep = (
         deep - shallow for shallow, deep in zip(kernels[::2], kernels[1::2], strict=True)
     )
     sums_in_products = {"product": 2, "product and sum in place": 2}
     assert small_late == large_late == sums_in_products | {"ours": 2, "fusion": 1}
-    assert small == sums_in_products | {"ours": 2, "fusion": 3}  # rotation and attention
+    rotation_and_attention = {"ours": 2}
+    assert small == sums_in_products | rotation_and_attention | {"fusion": 3}
+    assert small_deep == large_deep == sums_in_products | rotation_and_attention | {"fusion": 2}
     assert large == {"product": 4, "ours": 2, "fusion": 3}
     assert {kind for each in kernels for kind in each} == {*sums_in_products, "ours", "fusion"}
