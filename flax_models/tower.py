@@ -231,7 +231,8 @@ def encode(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> Embed
     All three arguments are pytrees. The tower's leaves are its parameters; a function of those
     alone is `lambda params, ...: encode(nnx.merge(graphdef, params), ...)`. The layout's arrays are
     data and its two bounds are static, so one compilation serves all layouts of one bucket. A call
-    of the tower compiles by `compiled.COMPILER_OPTIONS`, which a `jax.jit` may be given too.
+    of the tower compiles by `compiled.COMPILER_OPTIONS`, which a `jax.jit` may be given too, and
+    waits until its arguments are on the device, see `device.arrived`.
 
     Args:
         tower: the tower.
