@@ -270,6 +270,15 @@ def test_a_call_waits_for_what_it_reads(config, tower, monkeypatch):
     tower(random_patches(config, grid), grid)
 
 
+def test_what_a_residual_sum_reads_nothing_else_does(config, tower):
+    """So XLA has cuBLAS write it over the stream; test_compile_ahead.py sees that it does."""
+    layout = plan_layout(config, GRIDS["mix"])
+    windows, _ = attention.layout_segments(config, layout, "reference", "fused")
+    stream = jnp.zeros((len(layout.window_order), config.hidden_size))
+    program = str(jax.make_jaxpr(tower.blocks[0])(stream, windows))
+    assert program.count(" = optimization_barrier ") == 2
+
+
 def test_encode_refuses_patches_of_another_layout(config, tower):
     layout = plan_layout(config, [(1, 4, 4)], pad_to=32)
     dim = config.patch_dim
