@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -57,6 +58,14 @@ def pytest_collection_modifyitems(items):
 
 def _gpus_needed(count=1):
     return count
+
+
+@pytest.fixture(autouse=True)
+def _first_gpu_is_current(request):
+    """JAX leaves a thread with the GPU that it used last, PyTorch takes it for its current."""
+    torch = sys.modules.get("torch")
+    if request.node.get_closest_marker("gpu") and torch and torch.cuda.is_available():
+        torch.cuda.set_device(0)
 
 
 @pytest.fixture

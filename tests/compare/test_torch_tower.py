@@ -137,9 +137,6 @@ def test_kernel_and_reference_agree_in_the_tower(config, tower, directory, imple
     assert relative_error(ours, expected) < FP32_TOLERANCE
 
 
-# torch.compile warns that true fp32 products are slower than tf32: they are what is compared here.
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
-@pytest.mark.filterwarnings("ignore:Please use the new API settings to control TF32:UserWarning")
 @pytest.mark.gpu  # on a CPU compiling takes a C++ compiler and minutes
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_compiled_blocks_give_the_same_embeddings(config, tower, directory, cuda_graphs):
