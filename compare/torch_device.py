@@ -1,5 +1,9 @@
 """What the PyTorch tower asks of devices: where it lives, what fits, arrays brought over."""
 
+import functools
+import threading
+from collections import deque
+
 import numpy as np
 import torch
 
@@ -20,6 +24,41 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
     if array.dtype.name == "bfloat16":  # PyTorch does not know NumPy's: hand over its bits
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor from the host to a GPU, for the current stream there, and wait for the copy.
+
+    That waits for nothing queued on the GPU, but for passes three uploads back: what has been
+    uploaded and not been read takes memory.
+    """
+    return _uploader(device).copy(tensor)
+
+
+class _Uploader:
+    """Copies to one GPU on a stream of its own."""
+
+    _AHEAD = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._lock = threading.Lock()
+        self._queued_before: deque[torch.cuda.Event] = deque()  # each of the latest uploads
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        reader = torch.cuda.current_stream(self._device)
+        with self._lock:
+            if len(self._queued_before) == self._AHEAD:
+                self._queued_before.popleft().synchronize()
+            with torch.cuda.stream(self._stream):
+                copied = tensor.to(self._device)
+            copied.record_stream(reader)  # or another upload might take its memory too soon
+            self._queued_before.append(reader.record_event())
+        return copied
+
+
+_uploader = functools.cache(_Uploader)
 
 
 def find_device(device: torch.device | str | None) -> torch.device:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from compare.torch_device import as_tensor
+from compare.torch_device import as_tensor, upload
 from flax_models import Layout, VisionConfig
 from flax_models.layout import check_patches
 
@@ -15,8 +15,13 @@ from flax_models.layout import check_patches
 _LINE = 16  # int32 values
 
 
-def patches_tensor(config: VisionConfig, pixel_values: Any, layout: Layout) -> torch.Tensor:
-    """Check patches against their layout; return them as a tensor, on the device they are on.
+def patches_tensor(
+    config: VisionConfig, pixel_values: Any, layout: Layout, device: torch.device
+) -> torch.Tensor:
+    """Check patches against their layout; return them as a tensor.
+
+    Those on the host are brought to `device` as they are, as a GPU casts them in no time; those on
+    another GPU stay there.
 
     Raises:
         ValueError: `pixel_values` do not match the layout.
@@ -27,6 +32,8 @@ def patches_tensor(config: VisionConfig, pixel_values: Any, layout: Layout) -> t
     check_patches(config, layout, pixel_values.shape)
     if not pixel_values.is_floating_point():
         raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
+    if device.type == "cuda" and not pixel_values.is_cuda:
+        return upload(pixel_values.detach(), device)
     return pixel_values
 
 

@@ -99,7 +99,8 @@ class VisionTower(nn.Module):
 
         Args:
             pixel_values: [tokens, patch_dim] floating, the patches of all images as `preprocess`
-                returns them: a tensor on any device, or an array.
+                returns them: a tensor on any device, or an array. From the host they are uploaded
+                while the GPU works on the calls before, and may be written to afterwards.
             grid_thw: [images, 3] integers: frames, rows and columns of each image in patches. On
                 the GPU it costs a synchronisation.
 
@@ -117,7 +118,7 @@ class VisionTower(nn.Module):
             MemoryError: a pass over so many tokens does not fit in what memory is free.
         """
         layout = self._plan(grid_thw)
-        patches = patches_tensor(self.config, pixel_values, layout)
+        patches = patches_tensor(self.config, pixel_values, layout, self.device)
         if self.graphs is not None and self.graphs.takes(layout):
             weight = self.patch_embed.proj.weight
             return self.graphs(functools.partial(encode, self), patches, layout, weight)
@@ -134,7 +135,8 @@ class VisionTower(nn.Module):
             embeddings.
         """
         layout = self._plan(grid_thw)
-        return self._place(patches_tensor(self.config, pixel_values, layout), layout)
+        patches = patches_tensor(self.config, pixel_values, layout, self.device)
+        return self._place(patches, layout)
 
     def _plan(self, grid_thw: Any) -> Layout:
         if isinstance(grid_thw, torch.Tensor):

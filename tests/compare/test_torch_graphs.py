@@ -248,6 +248,54 @@ def test_a_replay_does_not_wait_for_the_gpu(config, directory):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_patches_are_uploaded_while_the_gpu_works(config, directory, graphs, pinned):
+    tower = load_vision_tower(directory, torch.float32, compile=False, cuda_graphs=graphs)
+    grid = GRIDS["mix"]
+    drawn = [torch.tensor(random_patches(config, grid, seed)) for seed in range(8)]
+    expected = [tensors(tower(patches.to(tower.device), grid)) for patches in drawn]
+    patches = torch.empty_like(drawn[0], pin_memory=pinned)
+    tower(patches.zero_(), grid)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)
+    asleep = torch.cuda.current_stream().record_event()
+    finished, found = [], []
+    for values in drawn:
+        patches.copy_(values)
+        found.append(tensors(tower(patches, grid)))
+        finished.append(asleep.query())
+    torch.cuda.synchronize()
+    for ours, wanted in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours, wanted))
+    # Some calls come back at once, and those after them wait: their patches would take memory.
+    assert finished == [False, False, *[True] * 6]
+
+
+@pytest.mark.gpu
+def test_threads_upload_at_once(config, directory):
+    tower = load_vision_tower(directory, torch.float32, compile=False)
+    names = [*GRIDS] * 8
+    inputs = [random_patches(config, GRIDS[name], seed) for seed, name in enumerate(names)]
+    calls = list(zip(inputs, (GRIDS[name] for name in names), strict=True))
+    expected = [
+        tensors(tower(torch.tensor(patches, device=tower.device), grid)) for patches, grid in calls
+    ]
+
+    def call(patches, grid):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = tensors(tower(patches, grid))
+            torch.cuda.current_stream().synchronize()
+        return results
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(call, *zip(*calls, strict=True))]
+    for ours, wanted in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours, wanted))
+
+
+@pytest.mark.gpu
 def test_streams_take_turns(config, directory):
     tower = load_vision_tower(directory, torch.float32, compile=False)
     names = [*GRIDS] * 4
