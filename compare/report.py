@@ -23,6 +23,7 @@ from compare.tower_workloads import TOWERS
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 GLANCE_BEGIN, GLANCE_END = "<!-- glance:begin -->", "<!-- glance:end -->"
+REPORT = "report.md"  # its name in a directory of results
 PARTS = ("agreement", "trust", "kernels", "fusion", "towers", "integration")
 
 _SPREAD = (
@@ -118,26 +119,34 @@ def _renewed(text: str, begin: str, end: str, block: str) -> str | None:
 
 
 def glance_block(directory: Path) -> str:
-    """What belongs at the top of a README: a table for each device.
+    """What belongs at the top of a README: one table, of the device with the most results.
 
     Raises:
         InputError: no results, or one that cannot be read.
     """
-    return "\n\n".join(filter(None, map(glance_table, read_devices(directory).values())))
+    return glance_table(next(iter(read_devices(directory).values())))
 
 
 def readme_block(readme: Path, directory: Path) -> str:
-    """What belongs between the markers of a README: the main tables and the charts.
+    """What belongs between the markers of a README: tables and charts.
+
+    The main ones of the device with the most results; of others a glance, and where they stand.
 
     Raises:
         InputError: no results, or one that cannot be read.
     """
-    devices = read_devices(directory)
-    return "\n\n".join(_section(f, p, readme.parent, full=False) for f, p in devices.items())
+    (folder, parts), *others = read_devices(directory).items()
+    sections = [_section(folder, parts, readme.parent, full=False)]
+    report = directory / REPORT
+    link = f"[All of it]({_link(report, readme.parent)})" if report.is_file() else ""
+    for _, measured in others:
+        sections += [f"### {_device(measured)}", glance_table(measured), link]
+        sections += [f"<sub>{_provenance(measured)}</sub>"]
+    return "\n\n".join(filter(None, sections))
 
 
 def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
-    """The result files by device directory and part.
+    """The result files by device directory and part, the device with the most records first.
 
     Raises:
         InputError: there is none, or one cannot be read.
@@ -154,26 +163,42 @@ def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
     if not found:
         names = ", ".join(f"{part}.json" for part in PARTS)
         raise InputError(f"no results in {directory}: expected <device>/ with {names}")
-    return found
+    most_first = sorted(found, key=lambda folder: -_count(found[folder]))
+    return {folder: found[folder] for folder in most_first}
+
+
+def _count(parts: dict[str, Results]) -> int:
+    return sum(len(measured.records) for measured in parts.values())
 
 
 def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) -> str:
     """One device's results; `base` is where the Markdown file lies that links the charts."""
     level = "##" if full else "###"  # a README has a heading of its own above
-    lines = [f"{level} {next(iter(parts.values())).device}"]
+    lines = [f"{level} {_device(parts)}"]
     bodies = {"agreement": _agreement, "trust": _trust, "fusion": _fusion}
     for part, measured in parts.items():
         body = bodies.get(part, _timings)
         for title, chart, text in body(measured, full):
             lines.append(f"{level}# {title}")
             if chart and (folder / chart).is_file():
-                link = Path(os.path.relpath(folder / chart, base)).as_posix()
-                lines.append(f"![{title}]({link})")
+                lines.append(f"![{title}]({_link(folder / chart, base)})")
             lines.append(text)
         if full and part != "trust" and (reasons := markdown.notes(measured)):
             lines.append("Without a number, and why:\n\n" + "\n".join(reasons))
-    lines.append(f"<sub>{markdown.provenance(list(parts.values()))}</sub>")
+    lines.append(f"<sub>{_provenance(parts)}</sub>")
     return "\n\n".join(lines)
+
+
+def _device(parts: dict[str, Results]) -> str:
+    return next(iter(parts.values())).device
+
+
+def _provenance(parts: dict[str, Results]) -> str:
+    return markdown.provenance(list(parts.values()))
+
+
+def _link(path: Path, base: Path) -> str:
+    return Path(os.path.relpath(path, base)).as_posix()
 
 
 def _agreement(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
