@@ -29,8 +29,8 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor from the host to a GPU, for the current stream there, and wait for the copy.
 
-    That waits for nothing queued on the GPU, but for passes three uploads back: what has been
-    uploaded and not been read takes memory.
+    The copy does not queue behind what the GPU has to do. Only what the upload before the last one
+    found queued is waited for, because uploads that nobody has read yet take memory.
     """
     return _uploader(device).copy(tensor)
 
@@ -38,13 +38,13 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class _Uploader:
     """Copies to one GPU on a stream of its own."""
 
-    _AHEAD = 2
+    _AHEAD = 2  # uploads that need not have been read
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._lock = threading.Lock()
-        self._queued_before: deque[torch.cuda.Event] = deque()  # each of the latest uploads
+        self._queued_before: deque[torch.cuda.Event] = deque()
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         reader = torch.cuda.current_stream(self._device)

@@ -62,7 +62,7 @@ def _gpus_needed(count=1):
 
 @pytest.fixture(autouse=True)
 def _first_gpu_is_current(request):
-    """JAX leaves a thread with the GPU that it used last, PyTorch takes it for its current."""
+    """JAX leaves a thread the GPU that it used last, which PyTorch takes for its current one."""
     torch = sys.modules.get("torch")
     if request.node.get_closest_marker("gpu") and torch and torch.cuda.is_available():
         torch.cuda.set_device(0)
