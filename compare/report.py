@@ -119,7 +119,7 @@ def _renewed(text: str, begin: str, end: str, block: str) -> str | None:
 
 
 def glance_block(directory: Path) -> str:
-    """What belongs at the top of a README: one table, of the device with the most results.
+    """What belongs at the top of a README: one table, of the device with the most timings.
 
     Raises:
         InputError: no results, or one that cannot be read.
@@ -130,7 +130,7 @@ def glance_block(directory: Path) -> str:
 def readme_block(readme: Path, directory: Path) -> str:
     """What belongs between the markers of a README: tables and charts.
 
-    The main ones of the device with the most results; of others a glance, and where they stand.
+    The main ones of the device with the most timings; a glance at others, and a link to the report.
 
     Raises:
         InputError: no results, or one that cannot be read.
@@ -140,13 +140,13 @@ def readme_block(readme: Path, directory: Path) -> str:
     report = directory / REPORT
     link = f"[All of it]({_link(report, readme.parent)})" if report.is_file() else ""
     for _, measured in others:
-        sections += [f"### {_device(measured)}", glance_table(measured), link]
-        sections += [f"<sub>{_provenance(measured)}</sub>"]
+        source = f"<sub>{_provenance(measured)}</sub>"
+        sections += [f"### {_device(measured)}", glance_table(measured), link, source]
     return "\n\n".join(filter(None, sections))
 
 
 def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
-    """The result files by device directory and part, the device with the most records first.
+    """The result files by device directory and part, the device with the most timings first.
 
     Raises:
         InputError: there is none, or one cannot be read.
@@ -163,12 +163,13 @@ def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
     if not found:
         names = ", ".join(f"{part}.json" for part in PARTS)
         raise InputError(f"no results in {directory}: expected <device>/ with {names}")
-    most_first = sorted(found, key=lambda folder: -_count(found[folder]))
+    most_first = sorted(found, key=lambda folder: -_timings_in(found[folder]))
     return {folder: found[folder] for folder in most_first}
 
 
-def _count(parts: dict[str, Results]) -> int:
-    return sum(len(measured.records) for measured in parts.values())
+def _timings_in(parts: dict[str, Results]) -> int:
+    records = (record for measured in parts.values() for record in measured.records)
+    return sum(record["median_us"] is not None for record in records)
 
 
 def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) -> str:

@@ -1,8 +1,7 @@
 """What the PyTorch tower asks of devices: where it lives, what fits, arrays brought over."""
 
 import functools
-import threading
-from collections import deque
+import queue
 
 import numpy as np
 import torch
@@ -38,23 +37,27 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class _Uploader:
     """Copies to one GPU on a stream of its own."""
 
-    _AHEAD = 2  # uploads that need not have been read
+    _AHEAD = 2  # uploads that need not have been read when another begins
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._lock = threading.Lock()
-        self._queued_before: deque[torch.cuda.Event] = deque()
+        # Not one of those that PyTorch deals out over and over: passes are recorded on these.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._before: queue.Queue[torch.cuda.Event] = queue.Queue()  # what uploads found queued
+        for _ in range(self._AHEAD):
+            self._before.put(self._stream.record_event())
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         reader = torch.cuda.current_stream(self._device)
-        with self._lock:
-            if len(self._queued_before) == self._AHEAD:
-                self._queued_before.popleft().synchronize()
+        before = self._before.get()
+        try:
+            before.synchronize()
             with torch.cuda.stream(self._stream):
                 copied = tensor.to(self._device)
             copied.record_stream(reader)  # or another upload might take its memory too soon
-            self._queued_before.append(reader.record_event())
+            before = reader.record_event()
+        finally:
+            self._before.put(before)
         return copied
 
 

@@ -20,7 +20,7 @@ def patches_tensor(
 ) -> torch.Tensor:
     """Check patches against their layout; return them as a tensor.
 
-    Those on the host are brought to `device` as they are, as a GPU casts them in no time; those on
+    Those on the host are brought to a GPU in their own dtype, as it casts them faster; those on
     another GPU stay there.
 
     Raises:
@@ -32,7 +32,9 @@ def patches_tensor(
     check_patches(config, layout, pixel_values.shape)
     if not pixel_values.is_floating_point():
         raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
-    if device.type == "cuda" and not pixel_values.is_cuda:
+    on_host = device.type == "cuda" and not pixel_values.is_cuda
+    # What a caller records cannot be fed from the host: the copy that follows says so.
+    if on_host and not torch.cuda.is_current_stream_capturing():
         return upload(pixel_values.detach(), device)
     return pixel_values
 

@@ -100,7 +100,8 @@ class VisionTower(nn.Module):
         Args:
             pixel_values: [tokens, patch_dim] floating, the patches of all images as `preprocess`
                 returns them: a tensor on any device, or an array. From the host they are uploaded
-                while the GPU works on the calls before, and may be written to afterwards.
+                while the GPU works on the calls before, and may be written to afterwards; of up to
+                three calls they take memory then, in their own dtype.
             grid_thw: [images, 3] integers: frames, rows and columns of each image in patches. On
                 the GPU it costs a synchronisation.
 

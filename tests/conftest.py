@@ -60,11 +60,11 @@ def _gpus_needed(count=1):
     return count
 
 
-@pytest.fixture(autouse=True)
-def _first_gpu_is_current(request):
+@pytest.hookimpl(tryfirst=True)  # before any fixture
+def pytest_runtest_setup(item):
     """JAX leaves a thread the GPU that it used last, which PyTorch takes for its current one."""
     torch = sys.modules.get("torch")
-    if request.node.get_closest_marker("gpu") and torch and torch.cuda.is_available():
+    if item.get_closest_marker("gpu") and torch and torch.cuda.is_available():
         torch.cuda.set_device(0)
 
 

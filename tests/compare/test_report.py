@@ -236,7 +236,10 @@ def test_a_glance_at_the_results(directory, tmp_path):
 
 
 def test_a_readme_has_one_devices_tables_and_a_glance_at_others(directory, tmp_path):
-    """The tables of the one with the most results, whatever their names."""
+    """The tables of the one with the most timings, whatever their names and other results."""
+    checks = [Record(f"w-{n}", "triton", dtype="bfloat16", passed=True) for n in range(999)]
+    checked = replace(synthetic.as_results("agreement", checks), device="Another GPU")
+    results.write(checked, results.default_path("agreement", "another GPU", directory))
     record = Record("windows-448", "triton", median_us=5.0, framework="torch")
     other = replace(synthetic.as_results("kernels", [record]), device="Another GPU", note="Alone.")
     results.write(other, results.default_path("kernels", "another GPU", directory))
@@ -244,12 +247,12 @@ def test_a_readme_has_one_devices_tables_and_a_glance_at_others(directory, tmp_p
     block = report.readme_block(readme, directory)
     assert "(results/report.md)" not in block  # not written yet
     first = report.write_report(directory, directory / report.REPORT).read_text()
-    assert first.index(f"## {synthetic.DEVICE}") < first.index("## Another GPU\n\n### Windowed")
+    assert first.index(f"## {synthetic.DEVICE}") < first.index("## Another GPU\n\n### Agreement")
     tables, _, glance = report.readme_block(readme, directory).partition("### Another GPU\n\n")
     assert tables.startswith(f"### {synthetic.DEVICE}")
     assert "(results/imaginary-gpu/windows.svg)" in tables
     assert glance.startswith("| Another GPU, bf16 | 448 px |")
-    assert "\n\n[All of it](results/report.md)\n\n<sub>kernels (" in glance
+    assert "\n\n[All of it](results/report.md)\n\n<sub>agreement (" in glance
     assert glance.endswith(" Kernels: Alone.</sub>")
     assert "####" not in glance
     assert synthetic.DEVICE in report.glance_block(directory)

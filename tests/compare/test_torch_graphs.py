@@ -259,12 +259,12 @@ def test_patches_are_uploaded_while_the_gpu_works(config, directory, graphs, pin
     tower(patches.zero_(), grid)
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)
-    asleep = torch.cuda.current_stream().record_event()
+    awake = torch.cuda.current_stream().record_event()
     finished, found = [], []
     for values in drawn:
         patches.copy_(values)
         found.append(tensors(tower(patches, grid)))
-        finished.append(asleep.query())
+        finished.append(awake.query())
     torch.cuda.synchronize()
     for ours, wanted in zip(found, expected, strict=True):
         assert all(map(torch.equal, ours, wanted))
