@@ -1,0 +1,95 @@
+"""How patches get to a GPU: on a CPU with stand-ins for CUDA's streams and events."""
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from compare import torch_device, torch_inputs  # noqa: E402
+from flax_models.layout import plan_layout  # noqa: E402
+from tests.tower_checkpoints import GRIDS, SMALL_TOWERS, random_patches  # noqa: E402
+
+
+class Event:
+    def __init__(self, number, waited_for):
+        self.number = number
+        self.waited_for = waited_for
+
+    def synchronize(self):
+        self.waited_for.append(self.number)
+
+
+class Stream:
+    """Numbers the events that are recorded on all streams; tells which are waited for."""
+
+    def __init__(self):
+        self.recorded = 0
+        self.waited_for = []
+
+    def record_event(self):
+        self.recorded += 1
+        return Event(self.recorded, self.waited_for)
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    return stream
+
+
+@pytest.fixture
+def uploader(stream):
+    return torch_device._Uploader(torch.device("cpu"))
+
+
+def test_an_upload_waits_for_what_the_one_before_the_last_found_queued(stream, uploader):
+    for _ in range(5):
+        uploader.copy(torch.zeros(1))
+    # The first two events stand for uploads before the first; from then on each records its own.
+    assert stream.waited_for == [1, 2, 3, 4, 5]
+    assert stream.recorded == 7
+
+
+def test_an_upload_that_fails_leaves_its_place_to_others(stream, uploader):
+    for _ in range(3):
+        with pytest.raises(AttributeError):
+            uploader.copy(None)
+    for _ in range(3):
+        uploader.copy(torch.zeros(1))
+    assert len(stream.waited_for) == 6
+
+
+def test_threads_wait_for_their_turn(stream, uploader):
+    tensors = [torch.full((3,), float(n)) for n in range(100)]
+    with ThreadPoolExecutor(8) as threads:
+        found = [*threads.map(uploader.copy, tensors)]
+    assert all(map(torch.equal, found, tensors))
+    assert sorted(stream.waited_for) == [*range(1, 101)]
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_what_a_caller_records_is_not_uploaded_beside_it(monkeypatch, recording):
+    config = SMALL_TOWERS["head_dim_16"]
+    grid = GRIDS["clip"]
+    patches = torch.tensor(random_patches(config, grid), requires_grad=True)
+    uploaded = []
+    monkeypatch.setattr(torch_inputs, "upload", lambda *arguments: uploaded.append(arguments))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    gpu = torch.device("cuda", 0)
+    layout = plan_layout(config, grid)
+    found = torch_inputs.patches_tensor(config, patches, layout, gpu)
+    if recording:
+        assert found is patches
+        assert not uploaded
+    else:
+        ((copied, device),) = uploaded
+        assert not copied.requires_grad
+        assert device == gpu
+    assert torch_inputs.patches_tensor(config, patches, layout, torch.device("cpu")) is patches
