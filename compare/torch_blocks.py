@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from compare.torch_attention import Segments, attend
-from compare.torch_gated import Biases, add_product, gated_activation
+from compare.torch_gated import Biases, add_product
+from compare.torch_gated_product import gated_product
 from flax_models import VisionConfig
 
 
@@ -152,19 +153,9 @@ class LateNormMLP(nn.Module):
         self.down = nn.Linear(width, hidden, bias=False)
 
     def forward(self, stream: torch.Tensor, implementation: str) -> None:
-        product = _unnormed_product(stream, self.gate_up.weight)
         biases = Biases(self.stream_bias, self.product_bias, self.bias)
-        activated = gated_activation(product, stream, biases, self.eps, implementation)
+        activated = gated_product(stream, self.gate_up.weight, biases, self.eps, implementation)
         add_product(stream, activated, self.down.weight)
-
-
-def _unnormed_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x weight^T; of fp16 in fp32, because rows that no norm has divided are too large for fp16."""
-    if x.dtype != torch.float16:
-        return F.linear(x, weight)
-    if x.is_cuda:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return F.linear(x.float(), weight.float())
 
 
 class LateNormBlock(nn.Module):

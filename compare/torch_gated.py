@@ -50,27 +50,8 @@ def gated_activation(
     Returns:
         [tokens, width] in the dtype of the stream; computed in fp32 and rounded once.
     """
-    return _activate(product, stream, *biases, eps, implementation)
-
-
-# An operator, so that compiled blocks take it as it is.
-@torch.library.custom_op("late_norm::gated_activation", mutates_args=())
-def _activate(
-    product: torch.Tensor,
-    stream: torch.Tensor,
-    stream_bias: torch.Tensor,
-    product_bias: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    implementation: str,
-) -> torch.Tensor:
     run = _kernel if runs_kernel(stream.device, implementation) else _reference
-    return run(eps, product, stream, stream_bias, product_bias, bias)
-
-
-@_activate.register_fake
-def _(product: torch.Tensor, stream: torch.Tensor, *_: object) -> torch.Tensor:
-    return stream.new_empty((product.shape[0], product.shape[1] // 2))
+    return run(eps, product, stream, *biases)
 
 
 def _reference(
@@ -117,25 +98,30 @@ def gated_kernel(
     product_ptr += token * 2 * WIDTH
     out_ptr += token * WIDTH
 
-    x = _load(stream_ptr + channel, in_stream)
-    gate = _load(product_ptr + column, in_width)
-    up = _load(product_ptr + WIDTH + column, in_width)
-    x += _load(stream_bias_ptr + channel, in_stream)
-    gate += _load(product_bias_ptr + column, in_width)
-    up += _load(product_bias_ptr + WIDTH + column, in_width)
+    x = load(stream_ptr + channel, in_stream)
+    gate = load(product_ptr + column, in_width)
+    up = load(product_ptr + WIDTH + column, in_width)
+    x += load(stream_bias_ptr + channel, in_stream)
+    gate += load(product_bias_ptr + column, in_width)
+    up += load(product_bias_ptr + WIDTH + column, in_width)
     scale = tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps)
-    gate = gate * scale + _load(bias_ptr + column, in_width)
-    up = up * scale + _load(bias_ptr + WIDTH + column, in_width)
-    # Few instructions, which would otherwise take as long as the loads: a root takes fewer than a
-    # division. The bound keeps the power finite; a gate that it changes is closed: the result is
-    # below 1e-37 times gate and up.
-    root = tl.rsqrt(1.0 + tl.exp2(tl.minimum(gate * -LOG2_E, 126.0)))
-    y = gate * up * (root * root)
+    gate = gate * scale + load(bias_ptr + column, in_width)
+    up = up * scale + load(bias_ptr + WIDTH + column, in_width)
+    y = silu_times(gate, up)
     tl.store(out_ptr + column, cast(y, out_ptr.dtype.element_ty), mask=in_width)
 
 
 @triton.jit
-def _load(ptr, mask):
+def silu_times(gate, up):
+    """silu(gate) x up in few instructions, which would otherwise take as long as the loads."""
+    # A root takes fewer than a division. The bound keeps the power finite; a gate that it changes
+    # is closed: the result is below 1e-37 times gate and up.
+    root = tl.rsqrt(1.0 + tl.exp2(tl.minimum(gate * -LOG2_E, 126.0)))
+    return gate * up * (root * root)
+
+
+@triton.jit
+def load(ptr, mask):
     """Values in fp32; zero where masked."""
     return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
 

@@ -14,7 +14,9 @@ from jax.typing import DTypeLike
 
 from flax_models.attention import Segments, attend
 from flax_models.config import VisionConfig
-from flax_models.gated import Biases, gated_activation
+from flax_models.gated import Biases
+from flax_models.gated_product import gated_product
+from flax_models.products import product
 
 
 class Linear(nnx.Module):
@@ -29,15 +31,8 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         # A product in x's own dtype, not in fp32: only then does XLA hand the bias to cuBLAS, which
         # adds it in fp32 and rounds once.
-        y = _product(x, self.weight[...], x.dtype)
+        y = product(x, self.weight[...], x.dtype)
         return y if self.bias is None else y + self.bias[None]
-
-
-def _product(x: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
-    # The default precision of fp32 products on a GPU is TF32: an fp32 tower means fp32.
-    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    axes = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight, axes, precision, preferred_element_type=dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -208,15 +203,10 @@ class LateNormMLP(nnx.Module):
         self.down = Linear(width, hidden, dtype, use_bias=False)
 
     def __call__(self, stream: jax.Array, implementation: str) -> jax.Array:
-        product = _unnormed_product(stream, self.gate_up.weight[...])
+        weight = self.gate_up.weight[...]
         biases = Biases(self.stream_bias[...], self.product_bias[...], self.bias[...])
-        activated = gated_activation(product, stream, biases, self.eps, implementation)
+        activated = gated_product(stream, weight, biases, self.eps, implementation)
         return _add_in_place(stream, self.down(activated))
-
-
-def _unnormed_product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x weight^T; of fp16 in fp32, because rows that no norm has divided are too large for fp16."""
-    return _product(x, weight, jnp.float32 if x.dtype == jnp.float16 else x.dtype)
 
 
 class LateNormBlock(nnx.Module):

@@ -17,6 +17,7 @@ The twin of compare/torch_gated.py.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -63,16 +64,37 @@ def gated_activation(
     Returns:
         [tokens, width] in the dtype of the stream; computed in fp32 and rounded once.
     """
+    return differentiable(_ACTIVATION, eps, implementation, product, stream, *biases)
+
+
+class Operation(NamedTuple):
+    """Two ways to compute one thing, each (eps, ..., *arguments) -> array.
+
+    Attributes:
+        reference: by XLA, of (eps, *arguments).
+        kernel: by Pallas, of (eps, interpret, *arguments).
+    """
+
+    reference: Callable[..., jax.Array]
+    kernel: Callable[..., jax.Array]
+
+
+def differentiable(
+    operation: Operation, eps: float, implementation: str, *arguments: jax.Array
+) -> jax.Array:
+    """Compute by an implementation, as in `pallas_kernels`; gradients are the reference's."""
     if implementation == "auto" and not have_tensor_cores():
         implementation = "reference"
-    return _activate(eps, implementation, product, stream, *biases)
+    return _compute(operation, eps, implementation, *arguments)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _activate(eps: float, implementation: str, *arguments: jax.Array) -> jax.Array:
-    reference = functools.partial(_reference, eps)
-    kernel = functools.partial(_kernel, eps, False)
-    interpreted = functools.partial(_kernel, eps, True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _compute(
+    operation: Operation, eps: float, implementation: str, *arguments: jax.Array
+) -> jax.Array:
+    reference = functools.partial(operation.reference, eps)
+    kernel = functools.partial(operation.kernel, eps, False)
+    interpreted = functools.partial(operation.kernel, eps, True)
     if implementation == "reference":
         return reference(*arguments)
     if implementation == "auto":
@@ -80,19 +102,19 @@ def _activate(eps: float, implementation: str, *arguments: jax.Array) -> jax.Arr
     return jax.lax.platform_dependent(*arguments, cuda=kernel, cpu=interpreted)
 
 
-def _forward(eps: float, implementation: str, *arguments: jax.Array) -> tuple:
-    return _activate(eps, implementation, *arguments), arguments
+def _forward(operation: Operation, eps: float, implementation: str, *arguments: jax.Array) -> tuple:
+    return _compute(operation, eps, implementation, *arguments), arguments
 
 
-def _backward(eps: float, _: str, arguments: tuple, grad: jax.Array) -> tuple:
+def _backward(operation: Operation, eps: float, _: str, arguments: tuple, grad: jax.Array) -> tuple:
     """Differentiate the reference, computed again from the saved arguments."""
-    return jax.vjp(functools.partial(_reference, eps), *arguments)[1](grad)
+    return jax.vjp(functools.partial(operation.reference, eps), *arguments)[1](grad)
 
 
-_activate.defvjp(_forward, _backward)
+_compute.defvjp(_forward, _backward)
 
 
-def _reference(eps: float, product: jax.Array, stream: jax.Array, *biases: jax.Array) -> jax.Array:
+def reference(eps: float, product: jax.Array, stream: jax.Array, *biases: jax.Array) -> jax.Array:
     stream_bias, product_bias, bias = (each.astype(jnp.float32)[None] for each in biases)
     x = stream.astype(jnp.float32) + stream_bias
     scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
@@ -109,6 +131,9 @@ def _kernel(
     kernel = functools.partial(gated_kernel, eps=eps, interpreted=interpret)
     operands = product, stream, *biases
     return run(kernel, tokens, (tokens, width), stream.dtype, launch, interpret, operands)
+
+
+_ACTIVATION = Operation(reference, _kernel)
 
 
 def gated_kernel(
@@ -134,12 +159,16 @@ def gated_kernel(
     scale = jax.lax.rsqrt(jnp.sum(x * x) / hidden + eps)
     gate = gate * scale + _load(bias_ref.at[column], in_width)
     up = up * scale + _load(bias_ref.at[width + column], in_width)
-    # Few instructions, which would otherwise take as long as the loads: a root takes fewer than a
-    # division. The bound keeps the power finite; a gate that it changes is closed: the result is
-    # below 1e-37 times gate and up.
-    root = jax.lax.rsqrt(1.0 + exp2(jnp.minimum(gate * -LOG2_E, 126.0), interpreted))
-    y = gate * up * (root * root)
+    y = silu_times(gate, up, interpreted)
     plgpu.store(out_ref.at[token, column], y.astype(out_ref.dtype), mask=in_width)
+
+
+def silu_times(gate: jax.Array, up: jax.Array, interpreted: bool) -> jax.Array:
+    """silu(gate) x up in few instructions, which would otherwise take as long as the loads."""
+    # A root takes fewer than a division. The bound keeps the power finite; a gate that it changes
+    # is closed: the result is below 1e-37 times gate and up.
+    root = jax.lax.rsqrt(1.0 + exp2(jnp.minimum(gate * -LOG2_E, 126.0), interpreted))
+    return gate * up * (root * root)
 
 
 def _load(window: Ref, mask: jax.Array) -> jax.Array:

@@ -13,7 +13,10 @@ from tests import interpreter
 
 # Their assertions show values too.
 pytest.register_assert_rewrite(
-    "tests.tower_contract", "tests.frame_attention_contract", "tests.gated_contract"
+    "tests.tower_contract",
+    "tests.frame_attention_contract",
+    "tests.gated_contract",
+    "tests.gated_product_contract",
 )
 
 # Of several processes each has its core: PyTorch's threads wait for each other by spinning, and a

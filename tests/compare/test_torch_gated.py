@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from compare.torch_device import as_tensor, find_device  # noqa: E402
 from compare.torch_gated import Biases, add_product, gated_activation  # noqa: E402
-from tests.gated_contract import DTYPES, EPS, GatedContract, draw  # noqa: E402
+from tests.gated_contract import DTYPES, GatedContract  # noqa: E402
 from triton_kernels.attention import INTERPRETED  # noqa: E402
 
 DEVICE = find_device(None)
@@ -46,12 +46,6 @@ def test_a_product_is_added_in_place(dtype):
     assert (stream.double() - exact).abs().max() <= 2 * bound
 
 
-def test_operators_are_as_they_say():
-    product, stream, biases = draw(3, 16, 8)
-    tensors = [torch.from_numpy(x).to(DEVICE) for x in (product, stream, *biases)]
-    operators = torch.ops.late_norm
-    torch.library.opcheck(operators.gated_activation, (*tensors, EPS, "reference"))
-    weight = torch.ones(16, 24, device=DEVICE)
-    torch.library.opcheck(
-        operators.add_product, (tensors[1], torch.ones(3, 24, device=DEVICE), weight)
-    )
+def test_the_operator_is_as_it_says():
+    stream, x, weight = (torch.ones(shape, device=DEVICE) for shape in ((3, 16), (3, 24), (16, 24)))
+    torch.library.opcheck(torch.ops.late_norm.add_product, (stream, x, weight))

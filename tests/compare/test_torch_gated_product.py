@@ -1,0 +1,39 @@
+"""Gate and up behind a late norm in PyTorch: the contract."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from compare.torch_device import as_tensor, find_device  # noqa: E402
+from compare.torch_gated import Biases  # noqa: E402
+from compare.torch_gated_product import gated_product, in_one_kernel  # noqa: E402
+from tests.gated_contract import DTYPES, EPS  # noqa: E402
+from tests.gated_product_contract import GatedProductContract, draw  # noqa: E402
+from triton_kernels.attention import INTERPRETED, runs_kernel  # noqa: E402
+
+DEVICE = find_device(None)
+
+
+class TestGatedProduct(GatedProductContract):
+    implementations = (
+        ("reference", "auto", "triton")
+        if INTERPRETED or torch.cuda.is_available()
+        else ("reference", "auto")
+    )
+
+    @staticmethod
+    def multiply(stream, weight, biases, eps, implementation, one_kernel):
+        stream, weight, *biases = (as_tensor(x).to(DEVICE) for x in (stream, weight, *biases))
+        biases = Biases(*biases)
+        if one_kernel and runs_kernel(DEVICE, implementation):
+            out = in_one_kernel(stream, weight, biases, eps)
+        else:
+            out = gated_product(stream, weight, biases, eps, implementation)
+        return out.float().cpu().numpy().astype(DTYPES[str(out.dtype).removeprefix("torch.")])
+
+
+def test_the_operator_is_as_it_says():
+    stream, weight, biases = draw(3, 16, 8)
+    tensors = [torch.from_numpy(x).to(DEVICE) for x in (stream, weight, *biases)]
+    torch.library.opcheck(torch.ops.late_norm.gated_product, (*tensors, EPS, "reference"))
