@@ -23,6 +23,7 @@ They share:
   beside the `ceilings` of the GPU;
 - the rest: `results`, the files that are written and read; `environment`, `console`, `errors`.
 
-The PyTorch tower is in `torch_tower`, `torch_blocks`, `torch_attention` and `torch_gated`, which
-mirror the Flax tower's modules, and in `torch_graphs`, `torch_inputs` and `torch_device`.
+The PyTorch tower is in `torch_tower`, `torch_blocks`, `torch_attention`, `torch_gated` and
+`torch_gated_product`, which mirror the Flax tower's modules, and in `torch_graphs`, `torch_inputs`
+and `torch_device`.
 """

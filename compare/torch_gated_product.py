@@ -71,7 +71,10 @@ def _(stream: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
 def in_one_kernel(
     stream: torch.Tensor, weight: torch.Tensor, biases: Biases, eps: float
 ) -> torch.Tensor:
-    """What `gated_product` does, without asking what is faster; hidden is a multiple of 64."""
+    """What `gated_product` does, without asking what is faster.
+
+    Of 16-bit floating numbers, with hidden a multiple of 64.
+    """
     (tokens, hidden), width = stream.shape, weight.shape[0] // 2
     scale = stream.new_empty(tokens, dtype=torch.float32)
     out = stream.new_empty((tokens, width))

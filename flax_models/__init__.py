@@ -5,8 +5,8 @@ one of its names is first used.
 
 - NumPy alone, for both towers: `config` (with `config_json`, `families`), `images` (with
   `image_config`), `layout` (with `grid`, `buckets`), `checkpoint`, `weights`, `memory`, `errors`.
-- The Flax tower: `tower`, its `blocks` and their `attention` and `gated` activation; `compiled`,
-  `inputs`, `rows`, `device`.
+- The Flax tower: `tower`, its `blocks` and their `attention`, `products`, `gated` activation and
+  `gated_product`; `compiled`, `inputs`, `rows`, `device`.
 - The command line, `python -m flax_models`: `__main__`.
 """
 

@@ -59,7 +59,10 @@ def gated_product(
 def in_one_kernel(
     stream: jax.Array, weight: jax.Array, biases: Biases, eps: float, implementation: str
 ) -> jax.Array:
-    """What `gated_product` does, without asking what is faster; hidden is a multiple of 64."""
+    """What `gated_product` does, without asking what is faster.
+
+    Of 16-bit floating numbers, with hidden a multiple of 64.
+    """
     return differentiable(_PRODUCT, eps, implementation, stream, weight, *biases)
 
 

@@ -13,7 +13,9 @@ from tests import gated_contract
 from tests.gated_contract import DTYPES, EPS, TOLERANCES, relative_error
 from tests.hostile import examples
 
-# What one kernel takes: hidden is a multiple of 64; tiles have 128 rows and 128 columns.
+# What one kernel takes: 16-bit numbers, and hidden a multiple of 64. Its tiles have 128 rows and
+# 128 columns of each half.
+DTYPES_OF_ONE_KERNEL = ("bfloat16", "float16")
 SHAPES = [(1, 64, 8), (128, 128, 128), (129, 64, 200), (1200, 64, 136), (3, 1280, 3456)]
 
 
@@ -41,7 +43,7 @@ class GatedProductContract:
             # The reference rounds the product too; of fp16 it does not.
             assert relative_error(out, exact) < 1.6 * TOLERANCES[dtype], name
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", DTYPES_OF_ONE_KERNEL)
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_one_kernel_is_the_oracles(self, shape, dtype):
         self.check(draw(*shape, dtype), dtype, one_kernel=True)
@@ -54,11 +56,11 @@ class GatedProductContract:
     @settings(max_examples=examples(6))
     @given(st.integers(1, 300), st.integers(1, 3), st.integers(1, 300), st.integers(0, 99))
     def test_any_sizes(self, tokens, depth, width, seed):
-        arrays = draw(tokens, 64 * depth, width, seed=seed)
-        self.check(arrays, "float32", one_kernel=True)
+        arrays = draw(tokens, 64 * depth, width, "float16", seed)
+        self.check(arrays, "float16", one_kernel=True)
 
     def test_rows_do_not_see_each_other(self):
-        stream, weight, biases = draw(300, 64, 24)
+        stream, weight, biases = draw(300, 64, 24, "float16")
         changed = stream.copy()
         changed[150] = np.nan
         kept = np.arange(300) != 150

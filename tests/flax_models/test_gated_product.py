@@ -31,10 +31,10 @@ class TestGatedProduct(GatedProductContract):
 
 
 def test_gradients_are_the_references():
-    stream, weight, biases = jax.tree.map(jnp.asarray, draw(3, 64, 16))
+    stream, weight, biases = jax.tree.map(jnp.asarray, draw(3, 64, 16, "float16"))
 
     def loss(implementation, *arguments):
-        return (run(*arguments, EPS, implementation, True) ** 2).sum()
+        return (run(*arguments, EPS, implementation, True).astype(jnp.float32) ** 2).sum()
 
     ours, theirs = (
         jax.grad(functools.partial(loss, name), argnums=(0, 1, 2))(stream, weight, biases)
@@ -42,7 +42,7 @@ def test_gradients_are_the_references():
     )
     for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.abs(their).max() > 0
-        np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(our, their, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
