@@ -150,15 +150,15 @@ def gated_kernel(
     column = jnp.arange(next_power_of_2(width), dtype=jnp.int32)
     in_stream, in_width = channel < hidden, column < width
 
-    x = _load(stream_ref.at[token, channel], in_stream)
-    gate = _load(product_ref.at[token, column], in_width)
-    up = _load(product_ref.at[token, width + column], in_width)
-    x += _load(stream_bias_ref.at[channel], in_stream)
-    gate += _load(product_bias_ref.at[column], in_width)
-    up += _load(product_bias_ref.at[width + column], in_width)
+    x = load(stream_ref.at[token, channel], in_stream)
+    gate = load(product_ref.at[token, column], in_width)
+    up = load(product_ref.at[token, width + column], in_width)
+    x += load(stream_bias_ref.at[channel], in_stream)
+    gate += load(product_bias_ref.at[column], in_width)
+    up += load(product_bias_ref.at[width + column], in_width)
     scale = jax.lax.rsqrt(jnp.sum(x * x) / hidden + eps)
-    gate = gate * scale + _load(bias_ref.at[column], in_width)
-    up = up * scale + _load(bias_ref.at[width + column], in_width)
+    gate = gate * scale + load(bias_ref.at[column], in_width)
+    up = up * scale + load(bias_ref.at[width + column], in_width)
     y = silu_times(gate, up, interpreted)
     plgpu.store(out_ref.at[token, column], y.astype(out_ref.dtype), mask=in_width)
 
@@ -171,5 +171,6 @@ def silu_times(gate: jax.Array, up: jax.Array, interpreted: bool) -> jax.Array:
     return gate * up * (root * root)
 
 
-def _load(window: Ref, mask: jax.Array) -> jax.Array:
+def load(window: Ref, mask: jax.Array) -> jax.Array:
+    """Values in fp32; zero where masked."""
     return plgpu.load(window, mask=mask, other=0.0).astype(jnp.float32)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from flax_models import gated
-from flax_models.gated import Biases, Operation, differentiable, gated_activation, silu_times
+from flax_models.gated import Biases, Operation, differentiable, gated_activation, load, silu_times
 from flax_models.products import unnormed_product
 from pallas_kernels.compile import compiler, local_gpu
 from pallas_kernels.launch_table import Launch
@@ -130,11 +130,11 @@ def gated_product_kernel(
     acc = jax.lax.fori_loop(0, hidden // depth, multiply, acc)
     gate, up = jnp.split(acc, 2, axis=1)
 
-    scale = _load(scale_ref.at[row], in_stream)[:, None]
-    gate += _load(product_bias_ref.at[column], in_width)[None]
-    up += _load(product_bias_ref.at[width + column], in_width)[None]
-    gate = gate * scale + _load(bias_ref.at[column], in_width)[None]
-    up = up * scale + _load(bias_ref.at[width + column], in_width)[None]
+    scale = load(scale_ref.at[row], in_stream)[:, None]
+    gate += load(product_bias_ref.at[column], in_width)[None]
+    up += load(product_bias_ref.at[width + column], in_width)[None]
+    gate = gate * scale + load(bias_ref.at[column], in_width)[None]
+    up = up * scale + load(bias_ref.at[width + column], in_width)[None]
     y = silu_times(gate, up, interpreted)
     mask = in_stream[:, None] & in_width[None]
     plgpu.store(_tile(out_ref, row, column), y.astype(out_ref.dtype), mask=mask)
@@ -152,7 +152,3 @@ def _place(program: Scalar, tokens: int, width: int) -> tuple[Scalar, Scalar]:
 def _tile(ref: Ref, row: jax.Array, column: jax.Array) -> Ref:
     shape = row.shape[0], column.shape[0]
     return ref.at[jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None], shape)]
-
-
-def _load(window: Ref, mask: jax.Array) -> jax.Array:
-    return plgpu.load(window, mask=mask, other=0.0).astype(jnp.float32)
