@@ -153,7 +153,8 @@ def cache_sizes() -> dict[str, int]:
 
 
 def _call(tower: Tower, pixel_values: np.ndarray, grid_thw: np.ndarray) -> torch.Tensor:
-    return tower.tensor(tower.encode(*tower.put(pixel_values, grid_thw)))
+    # Patches as `preprocess` returns them: bringing them to the GPU is the tower's own.
+    return tower.tensor(tower.encode(pixel_values, grid_thw))
 
 
 def _random_grid(rng: np.random.Generator, config: VisionConfig, traffic: Traffic) -> np.ndarray:

@@ -182,18 +182,15 @@ TRAFFIC = Traffic(calls=200, threads=4, requests=5, images=2, side=8, growth_mib
 
 
 class FakeTower:
-    """A tower's interface around a function (pixel_values, grid_thw) -> tensor."""
+    """A tower's interface around a function (pixel_values, grid_thw) -> array."""
 
     framework = "fake"
 
     def __init__(self, encode):
         self.encode = encode
 
-    def put(self, pixel_values, grid_thw):
-        return torch.from_numpy(pixel_values), grid_thw
-
     def tensor(self, embeddings):
-        return embeddings
+        return torch.from_numpy(embeddings)
 
 
 def double(pixel_values, grid_thw):
