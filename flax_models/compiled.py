@@ -9,13 +9,13 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import nnx
-
-from flax_models.trace import is_traced
+from jax.extend.core import get_opaque_trace_state
 
 # Matrix products by cuBLAS alone, which adds the bias and the residual stream in fp32 and rounds
 # once. Where Triton is a choice, XLA first sets apart what Triton takes, a product with its bias,
@@ -64,12 +64,19 @@ class _Program:
 
     def __call__(self, *arguments: Any) -> Any:
         values = [parameter.get_raw_value() for parameter in self.parameters]
-        run = self.run_traced if is_traced() else self.run
+        run = self.run if _trace_state() == _NO_TRACE else self.run_traced
         return run(values, *arguments)
 
 
 def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
     return list(itertools.chain.from_iterable(map(dict.values, dictionaries)))
+
+
+_trace_state = functools.partial(get_opaque_trace_state, convention="flax_models")
+
+# Asked on a thread of its own, because this module may be imported under a caller's trace.
+with ThreadPoolExecutor(1) as _thread:
+    _NO_TRACE = _thread.submit(_trace_state).result()
 
 
 @functools.lru_cache(maxsize=32)

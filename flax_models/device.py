@@ -1,13 +1,9 @@
 """What the Flax tower asks of devices: where it lives, what fits, whether it is there yet."""
 
-import collections
-import contextlib
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
 
 
 def free_memory(weight: nnx.Param) -> int | None:
@@ -31,46 +27,6 @@ def home_device(weight: nnx.Param) -> jax.Device | None:
 def upload(arrays: Any, device: jax.Device | None) -> Any:
     """`jax.device_put` a pytree of NumPy arrays, and wait until they are there."""
     return arrived(jax.device_put(arrays, device))
-
-
-def stage(array: np.ndarray, gpu: jax.Device) -> jax.Array:
-    """Put an array into a GPU's pinned memory on the host, from which programs fetch it themselves.
-
-    And wait until it is there. That takes no longer than the copy, whereas an upload would wait for
-    all that the GPU has to do (compare/results/nvidia-h100-80gb-hbm3/host-patches.json). Whoever
-    gives it to a program has to `keep` it.
-    """
-    return arrived(jax.device_put(array, SingleDeviceSharding(gpu, memory_kind="pinned_host")))
-
-
-# Calls whose staged arrays are kept: enough for the host to be ahead of the GPU.
-_AHEAD = 4
-_kept: collections.deque[tuple[jax.Array, jax.Array]] = collections.deque()
-
-
-def keep(staged: jax.Array, result: jax.Array) -> None:
-    """Keep a staged array until a program that fetches it has run, of which this is a result.
-
-    JAX 0.11.2 frees pinned memory once nobody holds the array, before the program has read it, and
-    what is staged next is written there: of a tower's calls from eight threads a tenth was wrong
-    (compare/results/nvidia-h200/uploads.json).
-    """
-    _kept.append((staged, result))
-    # Another thread may have taken the last; an error is told to the caller whose result it is.
-    with contextlib.suppress(IndexError, RuntimeError):
-        while len(_kept) > _AHEAD:
-            oldest = _kept.popleft()
-            jax.block_until_ready(oldest[1])
-
-
-def is_staged(array: jax.Array) -> bool:
-    """Whether an array, which may be traced, is one that `stage` returned."""
-    return jax.typeof(array).memory_space == jax.memory.Space.Host
-
-
-def fetched(array: jax.Array) -> jax.Array:
-    """Within a program: an array on the device, also if it was staged."""
-    return jax.device_put(array, jax.memory.Space.Device) if is_staged(array) else array
 
 
 def arrived(arrays: Any) -> Any:

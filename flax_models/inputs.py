@@ -8,10 +8,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from flax_models.config import VisionConfig
-from flax_models.device import arrived, stage, upload
+from flax_models.device import arrived, upload
 from flax_models.layout import Layout, check_patches
 from flax_models.rows import pad_rows
-from flax_models.trace import is_traced
 
 # The bounds choose a kernel and so are static; whatever else varies with the images is data.
 jax.tree_util.register_dataclass(
@@ -51,23 +50,15 @@ _on_devices = weakref.WeakKeyDictionary()
 
 
 def on_device(
-    patches: np.ndarray | jax.Array,
-    layout: Layout,
-    device: jax.Device | None,
-    *,
-    staged: bool = False,
+    patches: np.ndarray | jax.Array, layout: Layout, device: jax.Device | None
 ) -> tuple[jax.Array, Layout]:
     """Padded patches and their layout with all arrays on a device, uploads waited for.
 
-    None: the default device, uncommitted. Patches that are on a device stay there. Staged: those of
-    the host are, where the device is a GPU, instead of uploaded, see `device.stage`.
+    None: the default device, uncommitted. Patches that are on a device stay there.
     """
-    layout = _layout_on_device(layout, device)
-    if not isinstance(patches, np.ndarray):
-        return patches, layout
-    if staged and not is_traced() and layout.window_order.device.platform == "gpu":
-        return stage(patches, layout.window_order.device), layout
-    return upload(patches, device), layout
+    if isinstance(patches, np.ndarray):
+        patches = upload(patches, device)
+    return patches, _layout_on_device(layout, device)
 
 
 def _layout_on_device(layout: Layout, device: jax.Device | None) -> Layout:

@@ -26,15 +26,7 @@ from flax_models.buckets import bucket_of_equal_frames, check_token_buckets, cho
 from flax_models.checkpoint import read_checkpoint
 from flax_models.compiled import compiled
 from flax_models.config import VisionConfig
-from flax_models.device import (
-    arrived,
-    fetched,
-    find_device,
-    free_memory,
-    home_device,
-    is_staged,
-    keep,
-)
+from flax_models.device import arrived, find_device, free_memory, home_device
 from flax_models.inputs import on_device, pad_patches
 from flax_models.layout import Layout, plan_layout
 from flax_models.memory import check_memory
@@ -103,12 +95,10 @@ class VisionTower(nnx.Module):
 
         Args:
             pixel_values: [tokens, patch_dim] floating, the patches of all images as `preprocess`
-                returns them. A NumPy array is padded on the host, and on a GPU's host copied into
-                pinned memory before the call returns, see `device.stage`, for which each bucket
-                has a program of its own. A `jax.Array` that does not fill its bucket is padded by
-                a small function that is compiled for each number of tokens; where it is still
-                computed or on its way, the call waits for it, see `device.arrived`, and so for all
-                before it.
+                returns them. A NumPy array is padded on the host; a `jax.Array` that does not
+                fill its bucket is padded by a small function that is compiled for each number of
+                tokens. Either is waited for until it is on the device, see `device.arrived`; a
+                `jax.Array` that is still computed there makes the call wait for all before it.
             grid_thw: [images, 3] integers: frames, rows and columns of each image in patches.
 
         Returns:
@@ -126,10 +116,7 @@ class VisionTower(nnx.Module):
             MemoryError: a pass over so many tokens does not fit in what memory is free.
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
-        there = on_device(patches, layout, self._home(), staged=True)
-        outputs, angles = compiled(_encode, self)(*there)
-        if is_staged(there[0]):
-            keep(there[0], angles[0])
+        outputs, _ = compiled(_encode, self)(*self._on_device(patches, layout))
         return jax.tree.map(lambda output: first_rows(output, layout.num_merged), outputs)
 
     def prepare(
@@ -162,11 +149,13 @@ class VisionTower(nnx.Module):
             in window order: the order in which Hugging Face's blocks return theirs too.
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
-        for hidden in _block_outputs(self, *on_device(patches, layout, self._home())):
+        for hidden in _block_outputs(self, *self._on_device(patches, layout)):
             yield hidden[: layout.num_tokens]
 
-    def _home(self) -> jax.Device | None:
-        return home_device(self.patch_embed.proj.weight)
+    def _on_device(
+        self, patches: np.ndarray | jax.Array, layout: Layout
+    ) -> tuple[jax.Array, Layout]:
+        return on_device(patches, layout, home_device(self.patch_embed.proj.weight))
 
 
 def _known_dtype(dtype: DTypeLike) -> np.dtype:
@@ -311,7 +300,7 @@ def _block_outputs(
 
 def _embed(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> jax.Array:
     """What the first block gets, [tokens, hidden_size] in window order."""
-    hidden = tower.patch_embed(fetched(pixel_values)[layout.window_order])
+    hidden = tower.patch_embed(pixel_values[layout.window_order])
     if tower.position_table is None:
         return hidden
     learned = tower.position_table(layout.positions, layout.frame_sizes)

@@ -33,10 +33,10 @@ def oracle(stream, weight, biases):
 
 
 class GatedProductContract:
-    def check(self, arrays, dtype, **ways):
+    def check(self, arrays, dtype, implementations=None, **ways):
         """Every implementation is the oracle's, as near as its roundings allow."""
         exact = oracle(*arrays)
-        for name in self.implementations:
+        for name in implementations or self.implementations:
             out = self.multiply(*arrays, EPS, name, **ways)
             assert out.dtype == arrays[0].dtype
             assert out.shape == exact.shape
@@ -46,7 +46,10 @@ class GatedProductContract:
     @pytest.mark.parametrize("dtype", DTYPES_OF_ONE_KERNEL)
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_one_kernel_is_the_oracles(self, shape, dtype):
-        self.check(draw(*shape, dtype), dtype, one_kernel=True)
+        """By itself: compute-sanitizer, which runs this too, does not see cuBLAS' writes."""
+        if "triton" not in self.implementations:
+            pytest.skip("Triton's kernels run on a GPU, or where TRITON_INTERPRET=1")
+        self.check(draw(*shape, dtype), dtype, ("triton",), one_kernel=True)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("shape", [(5, 64, 8), (2304, 64, 16), (2100, 40, 24)], ids=str)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# NVIDIA's compute-sanitizer over the kernels' contract, compiled on this machine's GPU: accesses
-# outside of allocations (memcheck), races on shared memory (racecheck), reads of memory that nobody
-# wrote (initcheck). Fails on the first tool that finds anything.
+# NVIDIA's compute-sanitizer over the contracts of the attention's and the MLP's kernels, compiled on
+# this machine's GPU: accesses outside of allocations (memcheck), races on shared memory (racecheck),
+# reads of memory that nobody wrote (initcheck). Fails on the first tool that finds anything.
 #
 #   tests/sanitize.sh [TOOL...]       PYTHON and COMPUTE_SANITIZER name the programs
 set -euo pipefail
@@ -15,7 +15,10 @@ fi
 
 # Each tensor an allocation of its own: in a pool an access could land in a neighbour unnoticed.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 XLA_PYTHON_CLIENT_ALLOCATOR=platform
-chosen='TestKernel and (any_cu_seqlens or every_fusion or segments_of_every_kind or test_every_head_dim)'
+# XLA's trials of its own kernels compare results that nobody wrote.
+export XLA_FLAGS="--xla_gpu_autotune_level=0 ${XLA_FLAGS:-}"
+attention='TestKernel and (any_cu_seqlens or every_fusion or segments_of_every_kind or test_every_head_dim)'
+gated='TestGated and (oracles_rounded_once or one_kernel_is_the_oracles)'
 
 [[ $# -gt 0 ]] || set -- memcheck racecheck initcheck
 for tool in "$@"; do
@@ -25,10 +28,15 @@ for tool in "$@"; do
     memcheck) options+=(--report-api-errors no --padding 4096) ;;
   esac
   # What other kernels write has to be seen for initcheck to know that it was written.
-  [[ $tool == initcheck ]] || options+=(--kernel-regex 'kns=(window|stream|rotate)_kernel')
-  for package in triton_kernels pallas_kernels; do
-    echo "== $tool: $package"
+  [[ $tool == initcheck ]] || options+=(--kernel-regex 'kns=(window|stream|rotate|gated|gated_product|norm_scale)_kernel')
+  for suite in \
+    "$attention: tests/triton_kernels/test_contract.py" \
+    "$attention: tests/pallas_kernels/test_contract.py" \
+    "$gated: tests/compare/test_torch_gated.py tests/compare/test_torch_gated_product.py" \
+    "$gated: tests/flax_models/test_gated.py tests/flax_models/test_gated_product.py"; do
+    read -ra files <<<"${suite##*: }"
+    echo "== $tool: ${files[*]}"
     "$sanitizer" "${options[@]}" "$python" -m pytest -q -p no:cacheprovider -o timeout=0 \
-      "tests/$package/test_contract.py" -k "$chosen"
+      "${files[@]}" -k "${suite%: *}"
   done
 done
