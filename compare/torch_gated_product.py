@@ -81,8 +81,9 @@ def in_one_kernel(
     programs = triton.cdiv(tokens, _LAUNCH.block) * triton.cdiv(width, _LAUNCH.block)
     with torch.cuda.device_of(stream):  # Triton launches on the current device
         norm_scale_kernel[(tokens,)](
-            stream, biases.stream, scale, eps, hidden, next_power_of_2(hidden), num_warps=4
-        )
+            stream, biases.stream, scale, eps, hidden, next_power_of_2(hidden),
+            num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
         gated_product_kernel[(programs,)](
             stream, weight, scale, biases.product, biases.output, out, tokens,
             hidden, width, _LAUNCH.block, _LAUNCH.block_k, _GROUP,

@@ -17,7 +17,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -137,6 +139,18 @@ def write_table(records: list[dict]) -> None:
     TABLE.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
 
 
+@contextmanager
+def recording() -> Iterator[list[tuple[JITFunction, tuple, dict]]]:
+    """What is launched meanwhile, kernels with their arguments, instead of launching it."""
+    recorded = []
+
+    def record(kernel, *arguments, grid, warmup, **options):
+        recorded.append((kernel, arguments, options))
+
+    with mock.patch.object(JITFunction, "run", record):
+        yield recorded
+
+
 def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
     """What the operator would launch: kernels with their arguments."""
     dtype = getattr(torch, variant.dtype)
@@ -145,13 +159,8 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
     qkv = qkv.view(TOKENS, 3, HEADS, variant.head_dim)
     angles = torch.empty(TOKENS, (variant.rotary_dim or variant.head_dim) // 2)
     cu_seqlens = torch.zeros(SEGMENTS + 1, dtype=torch.int32)
-    recorded = []
-
-    def record(kernel, *arguments, grid, warmup, **options):
-        recorded.append((kernel, arguments, options))
-
     with (
-        mock.patch.object(JITFunction, "run", record),
+        recording() as recorded,
         mock.patch.object(launch_module, "gpu", return_value=GPUS.get(variant.arch)),
         mock.patch.object(attention, "INTERPRETED", True),  # it shall not mind the missing GPU
     ):
