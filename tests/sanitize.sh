@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# NVIDIA's compute-sanitizer over the contracts of the attention's and the MLP's kernels, compiled on
-# this machine's GPU: accesses outside of allocations (memcheck), races on shared memory (racecheck),
-# reads of memory that nobody wrote (initcheck). Fails on the first tool that finds anything.
+# NVIDIA's compute-sanitizer over the contracts of the attention's kernels and the MLP's, compiled on
+# this machine's GPU: accesses outside of allocations (memcheck), races on shared memory
+# (racecheck), reads of memory that nobody wrote (initcheck). Fails on the first tool that finds
+# anything.
 #
 #   tests/sanitize.sh [TOOL...]       PYTHON and COMPUTE_SANITIZER name the programs
 set -euo pipefail
@@ -17,7 +18,9 @@ fi
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 XLA_PYTHON_CLIENT_ALLOCATOR=platform
 # XLA's trials of its own kernels compare results that nobody wrote.
 export XLA_FLAGS="--xla_gpu_autotune_level=0 ${XLA_FLAGS:-}"
-attention='TestKernel and (any_cu_seqlens or every_fusion or segments_of_every_kind or test_every_head_dim)'
+attention='TestKernel and (any_cu_seqlens or every_fusion or segments_of_every_kind'
+attention+=' or test_every_head_dim)'
+kernels='window|stream|rotate|gated|gated_product|norm_scale'
 gated='TestGated and (oracles_rounded_once or one_kernel_is_the_oracles)'
 
 [[ $# -gt 0 ]] || set -- memcheck racecheck initcheck
@@ -28,7 +31,7 @@ for tool in "$@"; do
     memcheck) options+=(--report-api-errors no --padding 4096) ;;
   esac
   # What other kernels write has to be seen for initcheck to know that it was written.
-  [[ $tool == initcheck ]] || options+=(--kernel-regex 'kns=(window|stream|rotate|gated|gated_product|norm_scale)_kernel')
+  [[ $tool == initcheck ]] || options+=(--kernel-regex "kns=($kernels)_kernel")
   for suite in \
     "$attention: tests/triton_kernels/test_contract.py" \
     "$attention: tests/pallas_kernels/test_contract.py" \
