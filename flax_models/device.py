@@ -9,7 +9,7 @@ from flax import nnx
 def free_memory(weight: nnx.Param) -> int | None:
     """Bytes that are free on a parameter's device; None where JAX does not know them."""
     value = weight.get_raw_value()
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
         return None
     statistics = next(iter(value.devices())).memory_stats() or {}
     limit = statistics.get("bytes_limit")

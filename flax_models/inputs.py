@@ -57,7 +57,9 @@ def on_device(
     None: the default device, uncommitted. Patches that are on a device stay there.
     """
     if isinstance(patches, np.ndarray):
-        patches = upload(patches, device)
+        platform = jax.default_backend() if device is None else device.platform
+        # A copy, as JAX on a CPU would share the caller's memory and read it after the call.
+        patches = upload(patches.copy() if platform == "cpu" else patches, device)
     return patches, _layout_on_device(layout, device)
 
 

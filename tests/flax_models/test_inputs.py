@@ -8,9 +8,31 @@ jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
 import numpy as np  # noqa: E402
+from flax import nnx  # noqa: E402
 
 from flax_models import VisionConfig, load_vision_tower  # noqa: E402
-from tests.tower_checkpoints import random_patches, write_checkpoint  # noqa: E402
+from flax_models.device import free_memory  # noqa: E402
+from flax_models.inputs import on_device  # noqa: E402
+from tests.tower_checkpoints import SMALL_TOWERS, random_patches, write_checkpoint  # noqa: E402
+
+
+def test_patches_may_be_written_to_after_a_call(tmp_path):
+    """Also where they fill their bucket, so that nothing is padded, which would copy them."""
+    config = SMALL_TOWERS["head_dim_16"]
+    grid = [(1, 8, 8)]
+    tower = load_vision_tower(write_checkpoint(tmp_path, config), token_buckets=[64])
+    for seed in range(8):  # JAX shares memory that happens to be aligned
+        patches = random_patches(config, grid, seed)
+        kept = patches.copy()
+        there, _ = on_device(*tower.prepare(patches, grid), None)
+        patches[:] = 0
+        np.testing.assert_array_equal(there, kept)
+
+
+def test_free_memory_of_numpy_parameters_is_not_known(tmp_path):
+    tower = load_vision_tower(write_checkpoint(tmp_path, SMALL_TOWERS["head_dim_16"]))
+    nnx.update(tower, jax.tree.map(np.asarray, nnx.state(tower)))
+    assert free_memory(tower.patch_embed.proj.weight) is None
 
 
 @pytest.mark.gpu
