@@ -70,6 +70,7 @@ def _kernel(
 ) -> torch.Tensor:
     tokens, width = product.shape[0], product.shape[1] // 2
     hidden = stream.shape[1]
+    product, stream = product.contiguous(), stream.contiguous()  # the kernel knows no strides
     out = stream.new_empty((tokens, width))
     with torch.cuda.device_of(stream):  # Triton launches on the current device
         gated_kernel[(tokens,)](

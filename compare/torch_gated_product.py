@@ -76,6 +76,7 @@ def in_one_kernel(
     Of 16-bit floating numbers, with hidden a multiple of 64.
     """
     (tokens, hidden), width = stream.shape, weight.shape[0] // 2
+    stream, weight = stream.contiguous(), weight.contiguous()  # the kernels know no strides
     scale = stream.new_empty(tokens, dtype=torch.float32)
     out = stream.new_empty((tokens, width))
     programs = triton.cdiv(tokens, _LAUNCH.block) * triton.cdiv(width, _LAUNCH.block)

@@ -52,7 +52,7 @@ class GatedProductContract:
         self.check(draw(*shape, dtype), dtype, ("triton",), one_kernel=True)
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("shape", [(5, 64, 8), (2304, 64, 16), (2100, 40, 24)], ids=str)
+    @pytest.mark.parametrize("shape", [*SHAPES, (2304, 64, 16), (2100, 40, 24)], ids=str)
     def test_whichever_way_is_faster_is_the_oracles(self, shape, dtype):
         self.check(draw(*shape, dtype), dtype, one_kernel=False)
 

@@ -33,6 +33,20 @@ class TestGatedProduct(GatedProductContract):
         return out.float().cpu().numpy().astype(DTYPES[str(out.dtype).removeprefix("torch.")])
 
 
+@pytest.mark.skipif("triton" not in TestGatedProduct.implementations, reason="no kernel runs here")
+@pytest.mark.parametrize("one_kernel", [True, False])
+def test_any_strides(one_kernel):
+    stream, weight, biases = draw(5, 64, 8, "float16")
+    stream, weight, *biases = (as_tensor(x).to(DEVICE) for x in (stream, weight, *biases))
+    results = []
+    for x, w in ((stream, weight), (stream.t().contiguous().t(), weight.t().contiguous().t())):
+        if one_kernel:
+            results.append(in_one_kernel(x, w, Biases(*biases), EPS))
+        else:
+            results.append(gated_product(x, w, Biases(*biases), EPS, "triton"))
+    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-3)
+
+
 def test_the_operator_is_as_it_says():
     stream, weight, biases = draw(3, 16, 8)
     tensors = [torch.from_numpy(x).to(DEVICE) for x in (stream, weight, *biases)]
