@@ -59,6 +59,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture
+def found(monkeypatch):
+    """What the Triton package makes of the Pallas kernels of calls that a test lowers."""
+    from tests.pallas_kernels.compiling import noting_kernels
+
+    with noting_kernels(monkeypatch) as noted:
+        yield noted
+
+
 def _gpus_needed(count=1):
     return count
 

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
 from tests.flax_models.test_gated_product import run
 from tests.gated_contract import EPS
-from tests.pallas_kernels.test_compile import assemble, found  # noqa: F401  a fixture
+from tests.pallas_kernels.compiling import assemble
 from tests.pallas_kernels.test_lowering import cuda_device
 from tests.triton_kernels.compile_ahead import inspect_machine_code
 
@@ -16,7 +19,7 @@ TOKENS, HIDDEN, WIDTH = 2304, 1280, 3456  # Qwen2.5-VL 7B's, one image of 672 px
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_gate_and_up_are_one_product_of_256_columns(found, tmp_path, dtype):  # noqa: F811
+def test_gate_and_up_are_one_product_of_256_columns(found, tmp_path, dtype):
     """As in the twin, and nothing spills."""
     shapes = (TOKENS, HIDDEN), (2 * WIDTH, HIDDEN), (HIDDEN,), (2 * WIDTH,), (2 * WIDTH,)
     stream, weight, *biases = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)

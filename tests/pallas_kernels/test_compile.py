@@ -2,13 +2,9 @@
 
 import importlib.util
 import re
-import subprocess
 import sys
 import types
-from dataclasses import dataclass, field
-from typing import Any
 
-import jax
 import pytest
 
 pytest.importorskip("triton")
@@ -17,8 +13,8 @@ pytest.importorskip("torch")
 from pallas_kernels import compile as compile_module
 from pallas_kernels import launch, triton_lowering
 from pallas_kernels.compile import compiling_by
-from pallas_kernels.launch_table import Gpu
 from tests.kernel_contract import STREAM
+from tests.pallas_kernels.compiling import assemble
 from tests.pallas_kernels.test_lowering import HEADS, SEGMENTS, TOKENS, lower
 from tests.triton_kernels.compile_ahead import inspect_machine_code
 from tests.triton_kernels.machine_code import first_operands, loop_spills
@@ -27,50 +23,6 @@ POINTERS = {"window_kernel": 7, "stream_kernel": 7, "rotate_kernel": 4}
 # Bytes a thread spills at most. What a bound on registers sets aside waits in memory while the
 # stream kernel's loop runs without it; Triton 3.7's assembler sets two registers aside in rotation.
 SPILLS = {"window_kernel": 0, "stream_kernel": 64, "rotate_kernel": 8}
-
-
-@dataclass
-class Found:
-    """What was compiled: IR, what Triton made of it, and what XLA launches."""
-
-    irs: list[str] = field(default_factory=list)
-    compiled: list[Any] = field(default_factory=list)
-    kernels: list[triton_lowering.Kernel] = field(default_factory=list)
-
-
-@pytest.fixture
-def found(monkeypatch):
-    """The kernels of calls that are lowered, compiled with an H200's launches."""
-    noted = Found()
-    compile_ir, kernel = triton_lowering.compile_ir, triton_lowering._kernel
-
-    def noting_ir(ir, *arguments):
-        noted.irs.append(ir)
-        noted.compiled.append(compile_ir(ir, *arguments))
-        return noted.compiled[-1]
-
-    def noting_kernel(*arguments):
-        noted.kernels.append(kernel(*arguments))
-        return noted.kernels[-1]
-
-    noting_ir.cache_clear = compile_ir.cache_clear
-    monkeypatch.setattr(triton_lowering, "compile_ir", noting_ir)
-    monkeypatch.setattr(triton_lowering, "_kernel", noting_kernel)
-    monkeypatch.setattr(launch, "gpu", lambda: Gpu("NVIDIA H200", "9.0"))
-    jax.clear_caches()  # of calls with another GPU's launches
-    with compiling_by("triton"):
-        yield noted
-
-
-def assemble(ptx, tmp_path):
-    """The machine code that Triton's assembler makes of PTX."""
-    import triton
-
-    source, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
-    source.write_text(ptx)
-    command = [triton.knobs.nvidia.ptxas.path, "-arch", "sm_90a", source, "-o", cubin]
-    subprocess.run(command, check=True)
-    return cubin.read_bytes()
 
 
 def test_what_is_launched(found):

@@ -1,0 +1,56 @@
+"""Compiling Pallas kernels by the Triton package in tests: needs that package and PyTorch."""
+
+import contextlib
+import subprocess
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from pallas_kernels import launch, triton_lowering
+from pallas_kernels.compile import compiling_by
+from pallas_kernels.launch_table import Gpu
+
+
+@dataclass
+class Found:
+    """What was compiled: IR, what Triton made of it, and what XLA launches."""
+
+    irs: list[str] = field(default_factory=list)
+    compiled: list[Any] = field(default_factory=list)
+    kernels: list[triton_lowering.Kernel] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def noting_kernels(monkeypatch):
+    """The kernels of calls that are lowered, compiled with an H200's launches."""
+    noted = Found()
+    compile_ir, kernel = triton_lowering.compile_ir, triton_lowering._kernel
+
+    def noting_ir(ir, *arguments):
+        noted.irs.append(ir)
+        noted.compiled.append(compile_ir(ir, *arguments))
+        return noted.compiled[-1]
+
+    def noting_kernel(*arguments):
+        noted.kernels.append(kernel(*arguments))
+        return noted.kernels[-1]
+
+    noting_ir.cache_clear = compile_ir.cache_clear
+    monkeypatch.setattr(triton_lowering, "compile_ir", noting_ir)
+    monkeypatch.setattr(triton_lowering, "_kernel", noting_kernel)
+    monkeypatch.setattr(launch, "gpu", lambda: Gpu("NVIDIA H200", "9.0"))
+    jax.clear_caches()  # of calls with another GPU's launches
+    with compiling_by("triton"):
+        yield noted
+
+
+def assemble(ptx, tmp_path):
+    """The machine code that Triton's assembler makes of PTX."""
+    import triton
+
+    source, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
+    source.write_text(ptx)
+    command = [triton.knobs.nvidia.ptxas.path, "-arch", "sm_90a", source, "-o", cubin]
+    subprocess.run(command, check=True)
+    return cubin.read_bytes()
