@@ -73,9 +73,14 @@ def in_one_kernel(
 ) -> torch.Tensor:
     """What `gated_product` does, without asking what is faster.
 
-    Of 16-bit floating numbers, with hidden a multiple of 64.
+    Of 16-bit floating numbers.
+
+    Raises:
+        ValueError: hidden is no multiple of 64.
     """
     (tokens, hidden), width = stream.shape, weight.shape[0] // 2
+    if hidden % _LAUNCH.block_k:
+        raise ValueError(f"hidden must be a multiple of {_LAUNCH.block_k}, got {hidden}")
     stream, weight = stream.contiguous(), weight.contiguous()  # the kernels know no strides
     scale = stream.new_empty(tokens, dtype=torch.float32)
     out = stream.new_empty((tokens, width))

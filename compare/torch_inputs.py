@@ -48,9 +48,19 @@ _flat = weakref.WeakKeyDictionary()
 
 
 def layout_tensors(layout: Layout, device: torch.device) -> Layout:
-    """A layout with tensors on a device for arrays, which any stream may read."""
+    """A layout with tensors on a device for arrays, which any stream may read.
+
+    Raises:
+        RuntimeError: they are not there yet, and the caller is recording a CUDA graph, in which
+            nothing can be brought there.
+    """
     copies = _tensors.setdefault(layout, {})
     if device not in copies:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the layout of grid_thw is not on the GPU, and cannot be brought there while a "
+                "CUDA graph is recorded: record `encode` of what `prepare` returned before"
+            )
         tensors = unflatten(layout, layout_on_device(layout, device))
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -117,6 +117,8 @@ class VisionTower(nn.Module):
                 not match the grid, or frames that `frame_attention` cannot take.
             TypeError: `pixel_values` are not floating-point.
             MemoryError: a pass over so many tokens does not fit in what memory is free.
+            RuntimeError: the caller records a CUDA graph, and the layout of `grid_thw` is not on
+                the GPU yet; record `encode` of what `prepare` returned before.
         """
         layout = self._plan(grid_thw)
         patches = patches_tensor(self.config, pixel_values, layout, self.device)

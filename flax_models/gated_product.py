@@ -61,8 +61,13 @@ def in_one_kernel(
 ) -> jax.Array:
     """What `gated_product` does, without asking what is faster.
 
-    Of 16-bit floating numbers, with hidden a multiple of 64.
+    Of 16-bit floating numbers.
+
+    Raises:
+        ValueError: hidden is no multiple of 64.
     """
+    if stream.shape[1] % _LAUNCH.block_k:
+        raise ValueError(f"hidden must be a multiple of {_LAUNCH.block_k}, got {stream.shape[1]}")
     return differentiable(_PRODUCT, eps, implementation, stream, weight, *biases)
 
 

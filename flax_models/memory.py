@@ -16,6 +16,8 @@ _GIB = 1 << 30
 def pass_bytes(config: VisionConfig, tokens: int, dtype: DTypeLike) -> int:
     """Estimate the most bytes that a pass holds at once beside parameters and input.
 
+    Gate and up are counted also where a kernel keeps them to itself, see `gated_product`.
+
     Args:
         config: the tower's configuration.
         tokens: padded tokens of the call.

@@ -1,9 +1,12 @@
 """What gate and up behind a late norm must be, in one kernel or two; both towers' tests inherit it.
 
 A subclass has `multiply(stream, weight, biases, eps, implementation, one_kernel)`, from NumPy
-arrays to one, and `implementations`, which can run here.
+arrays to one, `implementations`, which can run here, `has_gpu()`, and
+`is_faster(monkeypatch, tokens, hidden, dtype, capability)`: whether one kernel is what runs on a
+GPU of that compute capability.
 """
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -74,6 +77,42 @@ class GatedProductContract:
             )
             np.testing.assert_array_equal(before[kept], after[kept], err_msg=name)
             assert np.isnan(after[150]).all(), name
+
+    @pytest.mark.parametrize(
+        ("tokens", "hidden", "dtype", "capability", "expected"),
+        [
+            (2048, 1280, "bfloat16", "9.0", True),
+            (2048, 64, "float16", "9.0", True),
+            (2047, 1280, "bfloat16", "9.0", False),
+            (2048, 1320, "bfloat16", "9.0", False),
+            (2048, 1280, "float32", "9.0", False),
+            (2048, 1280, "bfloat16", "8.0", False),
+            (2048, 1280, "bfloat16", "10.0", False),
+        ],
+    )
+    def test_where_one_kernel_is_what_runs(
+        self, monkeypatch, tokens, hidden, dtype, capability, expected
+    ):
+        assert self.is_faster(monkeypatch, tokens, hidden, dtype, capability) == expected
+
+    @pytest.mark.parametrize("hidden", [40, 96])
+    def test_channels_that_are_no_whole_tiles(self, hidden):
+        for name in set(self.implementations) & {"triton"}:
+            with pytest.raises(ValueError, match=f"hidden must be a multiple of 64, got {hidden}"):
+                self.multiply(*draw(3, hidden, 8, "float16"), EPS, name, one_kernel=True)
+
+    @pytest.mark.gpu
+    def test_offsets_beyond_31_bits(self):
+        if not self.has_gpu():
+            pytest.skip("the framework sees no GPU")
+        tokens, hidden, width = 640_000, 64, 3456
+        rows, weight, biases = draw(64, hidden, width, "bfloat16")
+        stream = np.zeros((tokens, hidden), ml_dtypes.bfloat16)
+        stream[-64:] = rows
+        assert tokens * width > 2**31
+        out = self.multiply(stream, weight, biases, EPS, "triton", one_kernel=True)[-64:]
+        exact = oracle(rows, weight, biases)
+        assert relative_error(out, exact) < 1.6 * TOLERANCES["bfloat16"]
 
     def test_streams_beyond_the_products_of_fp16(self):
         stream, weight, biases = draw(140, 128, 24, "float16")

@@ -1,10 +1,13 @@
-"""Gate and up behind a late norm in PyTorch: the contract."""
+"""Gate and up behind a late norm in PyTorch: the contract, and what only PyTorch has."""
+
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from compare import torch_gated_product  # noqa: E402
 from compare.torch_device import as_tensor, find_device  # noqa: E402
 from compare.torch_gated import Biases  # noqa: E402
 from compare.torch_gated_product import gated_product, in_one_kernel  # noqa: E402
@@ -31,6 +34,33 @@ class TestGatedProduct(GatedProductContract):
         else:
             out = gated_product(stream, weight, biases, eps, implementation)
         return out.float().cpu().numpy().astype(DTYPES[str(out.dtype).removeprefix("torch.")])
+
+    @staticmethod
+    def is_faster(monkeypatch, tokens, hidden, dtype, capability):
+        found = tuple(map(int, capability.split(".")))
+        monkeypatch.setattr(torch_gated_product, "_compute_capability", lambda index: found)
+        stream = SimpleNamespace(
+            shape=(tokens, hidden),
+            dtype=getattr(torch, dtype),
+            device=torch.device("cuda", 0),
+            is_cuda=True,
+        )
+        return torch_gated_product._is_faster(stream)
+
+    @staticmethod
+    def has_gpu():
+        return torch.cuda.is_available()
+
+
+@pytest.mark.skipif("triton" not in TestGatedProduct.implementations, reason="no kernel runs here")
+@pytest.mark.parametrize(("faster", "way"), [(True, "in_one_kernel"), (False, "gated_activation")])
+def test_what_is_faster_runs(monkeypatch, faster, way):
+    monkeypatch.setattr(torch_gated_product, "_is_faster", lambda stream: faster)
+    result = torch.ones(5, 8, dtype=torch.float16, device=DEVICE)
+    monkeypatch.setattr(torch_gated_product, way, lambda *_: result)
+    stream, weight, biases = draw(5, 64, 8, "float16")
+    out = TestGatedProduct.multiply(stream, weight, biases, EPS, "triton", one_kernel=False)
+    assert (out == 1).all()
 
 
 @pytest.mark.skipif("triton" not in TestGatedProduct.implementations, reason="no kernel runs here")

@@ -74,6 +74,16 @@ def test_threads_wait_for_their_turn(stream, uploader):
     assert sorted(stream.waited_for) == [*range(1, 101)]
 
 
+def test_a_layout_does_not_come_to_a_gpu_in_what_a_caller_records(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    layout = plan_layout(SMALL_TOWERS["head_dim_16"], GRIDS["clip"])
+    with pytest.raises(RuntimeError, match="record `encode` of what `prepare` returned before"):
+        torch_inputs.layout_tensors(layout, torch.device("cuda", 0))
+    assert not torch_inputs._flat.get(layout)
+    on_cpu = torch_inputs.layout_tensors(layout, torch.device("cpu"))
+    assert on_cpu.window_order.device.type == "cpu"
+
+
 @pytest.mark.parametrize("recording", [False, True])
 def test_what_a_caller_records_is_not_uploaded_beside_it(monkeypatch, recording):
     config = SMALL_TOWERS["head_dim_16"]

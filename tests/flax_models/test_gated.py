@@ -46,7 +46,7 @@ def test_gradients_are_the_references():
         np.testing.assert_allclose(our, their, rtol=1e-5, atol=1e-6)
 
 
-def test_vmap_is_a_loop():
+def test_vmap():
     product, stream, biases = draw(6, 24, 16)
     calls = product.reshape(2, 3, -1), stream.reshape(2, 3, -1)
     together = jax.vmap(lambda p, s: run(p, s, biases, EPS, "triton"))(*calls)

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flax_models import gated_product as gated_product_module
 from flax_models.gated import Biases
 from flax_models.gated_product import gated_product, in_one_kernel
-from pallas_kernels.compile import compiling_by
+from pallas_kernels.compile import compiling_by, local_gpu
+from pallas_kernels.launch_table import Gpu
 from tests.gated_contract import EPS
 from tests.gated_product_contract import GatedProductContract, draw
 from tests.pallas_kernels.test_lowering import cuda_device
@@ -28,6 +30,36 @@ class TestGatedProduct(GatedProductContract):
     def multiply(stream, weight, biases, eps, implementation, one_kernel):
         arrays = jax.tree.map(jnp.asarray, (stream, weight, biases))
         return np.asarray(run(*arrays, eps, implementation, one_kernel))
+
+    @staticmethod
+    def is_faster(monkeypatch, tokens, hidden, dtype, capability):
+        gpu = Gpu("a GPU", capability)
+        monkeypatch.setattr(gated_product_module, "local_gpu", lambda: gpu)
+        with compiling_by("triton"):
+            return launches_one_kernel(monkeypatch, tokens, hidden, dtype)
+
+    @staticmethod
+    def has_gpu():
+        return local_gpu() is not None
+
+
+def launches_one_kernel(monkeypatch, tokens, hidden, dtype):
+    """Whether `gated_product` is in one kernel, of which no part runs."""
+    ways = []
+    for way in ("in_one_kernel", "gated_activation"):
+        monkeypatch.setattr(gated_product_module, way, lambda *_, way=way: ways.append(way))
+    stream, weight = jnp.zeros((tokens, hidden), dtype), jnp.zeros((8, hidden), dtype)
+    gated_product(stream, weight, None, EPS, "auto")
+    return ways == ["in_one_kernel"]
+
+
+def test_xlas_compiler_and_other_machines_take_two_kernels(monkeypatch):
+    monkeypatch.setattr(gated_product_module, "local_gpu", lambda: Gpu("a GPU", "9.0"))
+    with compiling_by("xla"):
+        assert not launches_one_kernel(monkeypatch, 2048, 64, "bfloat16")
+    monkeypatch.setattr(gated_product_module, "local_gpu", lambda: None)
+    with compiling_by("triton"):
+        assert not launches_one_kernel(monkeypatch, 2048, 64, "bfloat16")
 
 
 def test_gradients_are_the_references():
