@@ -3,7 +3,7 @@
 By itself the product writes gate and up, 127 MB a layer at 1344 px, and the activation (gated.py)
 reads them again, which takes a quarter of the product's time. Here a program multiplies for the
 same columns of both, finds them in its accumulators, and writes what the second product reads.
-What rows are divided by is computed before, by XLA.
+What rows are divided by, a kernel before it computes.
 
 The twin of compare/torch_gated_product.py.
 """
@@ -19,7 +19,7 @@ from flax_models import gated
 from flax_models.gated import Biases, Operation, differentiable, gated_activation, load, silu_times
 from flax_models.products import unnormed_product
 from pallas_kernels.compile import compiler, local_gpu
-from pallas_kernels.launch_table import Launch
+from pallas_kernels.launch_table import Launch, next_power_of_2
 from pallas_kernels.run import run
 from pallas_kernels.tiles import Ref, Scalar, dot
 
@@ -27,6 +27,9 @@ from pallas_kernels.tiles import Ref, Scalar, dot
 # at a time. Programs that run at once share operands: 8 tiles of rows go through all columns.
 _LAUNCH = Launch(block=128, block_k=64, num_warps=8, num_stages=3)
 _GROUP = 8
+
+# Of the kernel before it, a program of which has one row.
+_NORM_LAUNCH = Launch(block=1, block_k=1, num_warps=4, num_stages=1)
 
 # Of fewer tokens there are too few tiles to fill the GPU evenly, and cuBLAS has others.
 _FEWEST_TOKENS = 2048
@@ -92,17 +95,36 @@ def _reference(eps: float, stream: jax.Array, weight: jax.Array, *biases: jax.Ar
 def _kernel(
     eps: float, interpret: bool, stream: jax.Array, weight: jax.Array, *biases: jax.Array
 ) -> jax.Array:
-    tokens, width = stream.shape[0], weight.shape[0] // 2
+    (tokens, hidden), width = stream.shape, weight.shape[0] // 2
     stream_bias, product_bias, bias = biases
-    x = stream.astype(jnp.float32) + stream_bias.astype(jnp.float32)[None]
-    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + eps)
-    programs = pl.cdiv(tokens, _LAUNCH.block) * pl.cdiv(width, _LAUNCH.block)
+    # Of `scale` only the first row is used. A small array would be laid into the memory of the
+    # tower's result, which moves from call to call, and XLA records what touches it anew.
+    kernel = functools.partial(norm_scale_kernel, eps=eps)
+    shape, operands = (hidden, tokens), (stream, stream_bias)
+    scale = run(kernel, tokens, shape, jnp.float32, _NORM_LAUNCH, interpret, operands)
     kernel = functools.partial(gated_product_kernel, interpreted=interpret)
-    operands = stream, weight, scale, product_bias, bias
-    return run(kernel, programs, (tokens, width), stream.dtype, _LAUNCH, interpret, operands)
+    programs = pl.cdiv(tokens, _LAUNCH.block) * pl.cdiv(width, _LAUNCH.block)
+    shape, operands = (tokens, width), (stream, weight, scale, product_bias, bias)
+    return run(kernel, programs, shape, stream.dtype, _LAUNCH, interpret, operands)
 
 
 _PRODUCT = Operation(_reference, _kernel)
+
+
+def norm_scale_kernel(
+    stream_ref: Ref, stream_bias_ref: Ref,
+    scale_ref: Ref,
+    *,
+    eps: float,
+) -> None:  # fmt: skip
+    """One over the root mean square of a token's row; one program for each token."""
+    hidden = stream_ref.shape[1]
+    token = pl.program_id(0)
+    channel = jnp.arange(next_power_of_2(hidden), dtype=jnp.int32)
+    in_stream = channel < hidden
+    x = load(stream_ref.at[token, channel], in_stream)
+    x += load(stream_bias_ref.at[channel], in_stream)
+    plgpu.store(scale_ref.at[jnp.int32(0), token], jax.lax.rsqrt(jnp.sum(x * x) / hidden + eps))
 
 
 def gated_product_kernel(
@@ -135,7 +157,7 @@ def gated_product_kernel(
     acc = jax.lax.fori_loop(0, hidden // depth, multiply, acc)
     gate, up = jnp.split(acc, 2, axis=1)
 
-    scale = load(scale_ref.at[row], in_stream)[:, None]
+    scale = load(scale_ref.at[jnp.int32(0), row], in_stream)[:, None]
     gate += load(product_bias_ref.at[column], in_width)[None]
     up += load(product_bias_ref.at[width + column], in_width)[None]
     gate = gate * scale + load(bias_ref.at[column], in_width)[None]

@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 def test_what_a_block_launches_and_what_moves_with_results():
     """A block is products, attention, norms and an activation, and nothing is copied, transposed or
-    cast between them. Where the second norm comes late, the activation applies it. The residual
-    sums are in products, which write them over the stream that they read, but for 4,096 tokens of
-    Qwen2-VL in the norms. Nothing that the blocks read shares memory with a result: XLA would
+    cast between them. Where the second norm comes late, the activation applies it: of 4,096 tokens
+    in the kernel that multiplies, by what one before it computes. The residual sums are in
+    products, which write them over the stream that they read, but for 4,096 tokens of Qwen2-VL in
+    the norms. Nothing that the blocks read shares memory with a result: XLA would
     record their kernels anew wherever that moves.
     """
     if missing := what_is_missing():
@@ -35,7 +36,8 @@ def test_what_a_block_launches_and_what_moves_with_results():
         deep - shallow for shallow, deep in zip(kernels[::2], kernels[1::2], strict=True)
     )
     sums_in_products = {"product": 2, "product and sum in place": 2}
-    assert small_late == large_late == sums_in_products | {"ours": 2, "fusion": 1}
+    assert small_late == sums_in_products | {"ours": 2, "fusion": 1}
+    assert large_late == {"product": 1, "product and sum in place": 2, "ours": 3, "fusion": 1}
     rotation_and_attention = {"ours": 2}
     assert small == sums_in_products | rotation_and_attention | {"fusion": 3}
     assert small_deep == large_deep == sums_in_products | rotation_and_attention | {"fusion": 2}

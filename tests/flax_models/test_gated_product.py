@@ -78,10 +78,11 @@ def test_gradients_are_the_references():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_lowers_for_a_gpu_as_one_kernel(dtype):
+def test_lowers_for_a_gpu_as_the_divisors_and_one_kernel(dtype):
     arrays = draw(2304, 1280, 3456, dtype)
     with cuda_device(), compiling_by("xla"):  # which leaves the launch legible
         lowered = run.trace(*arrays, EPS, "triton", True).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
-    assert text.count("gpu$xla.gpu.triton") == 1
+    assert text.count("gpu$xla.gpu.triton") == 2
     assert "stablehlo.dot_general" not in text
+    assert "stablehlo.reduce" not in text
