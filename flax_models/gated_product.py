@@ -95,17 +95,15 @@ def _reference(eps: float, stream: jax.Array, weight: jax.Array, *biases: jax.Ar
 def _kernel(
     eps: float, interpret: bool, stream: jax.Array, weight: jax.Array, *biases: jax.Array
 ) -> jax.Array:
-    (tokens, hidden), width = stream.shape, weight.shape[0] // 2
+    tokens, width = stream.shape[0], weight.shape[0] // 2
     stream_bias, product_bias, bias = biases
-    # Of `scale` only the first row is used. A small array would be laid into the memory of the
-    # tower's result, which moves from call to call, and XLA records what touches it anew.
     kernel = functools.partial(norm_scale_kernel, eps=eps)
-    shape, operands = (hidden, tokens), (stream, stream_bias)
-    scale = run(kernel, tokens, shape, jnp.float32, _NORM_LAUNCH, interpret, operands)
+    operands = stream, stream_bias
+    scale = run(kernel, tokens, (tokens,), jnp.float32, _NORM_LAUNCH, interpret, operands)
     kernel = functools.partial(gated_product_kernel, interpreted=interpret)
     programs = pl.cdiv(tokens, _LAUNCH.block) * pl.cdiv(width, _LAUNCH.block)
-    shape, operands = (tokens, width), (stream, weight, scale, product_bias, bias)
-    return run(kernel, programs, shape, stream.dtype, _LAUNCH, interpret, operands)
+    operands = stream, weight, scale, product_bias, bias
+    return run(kernel, programs, (tokens, width), stream.dtype, _LAUNCH, interpret, operands)
 
 
 _PRODUCT = Operation(_reference, _kernel)
@@ -124,7 +122,7 @@ def norm_scale_kernel(
     in_stream = channel < hidden
     x = load(stream_ref.at[token, channel], in_stream)
     x += load(stream_bias_ref.at[channel], in_stream)
-    plgpu.store(scale_ref.at[jnp.int32(0), token], jax.lax.rsqrt(jnp.sum(x * x) / hidden + eps))
+    plgpu.store(scale_ref.at[token], jax.lax.rsqrt(jnp.sum(x * x) / hidden + eps))
 
 
 def gated_product_kernel(
@@ -157,7 +155,7 @@ def gated_product_kernel(
     acc = jax.lax.fori_loop(0, hidden // depth, multiply, acc)
     gate, up = jnp.split(acc, 2, axis=1)
 
-    scale = load(scale_ref.at[jnp.int32(0), row], in_stream)[:, None]
+    scale = load(scale_ref.at[row], in_stream)[:, None]
     gate += load(product_bias_ref.at[column], in_width)[None]
     up += load(product_bias_ref.at[width + column], in_width)[None]
     gate = gate * scale + load(bias_ref.at[column], in_width)[None]

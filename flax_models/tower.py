@@ -19,7 +19,6 @@ from flax_models.attention import (
     check_known,
     check_provider,
     layout_segments,
-    rotary_angles,
 )
 from flax_models.blocks import Block, LateNormBlock, PatchEmbed, PatchMerger, PositionTable
 from flax_models.buckets import bucket_of_equal_frames, check_token_buckets, choose_bucket
@@ -116,7 +115,7 @@ class VisionTower(nnx.Module):
             MemoryError: a pass over so many tokens does not fit in what memory is free.
         """
         patches, layout = self.prepare(pixel_values, grid_thw)
-        outputs, _ = compiled(_encode, self)(*self._on_device(patches, layout))
+        outputs = compiled(_encode, self)(*self._on_device(patches, layout))
         return jax.tree.map(lambda output: first_rows(output, layout.num_merged), outputs)
 
     def prepare(
@@ -250,18 +249,6 @@ def encode(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> Embed
         ValueError: `pixel_values` have another shape than the layout asks for, or the layout has
             frames that the tower's `frame_attention` cannot take.
     """
-    return _encode(tower, pixel_values, layout)[0]
-
-
-def _encode(
-    tower: VisionTower, pixel_values: jax.Array, layout: Layout
-) -> tuple[Embeddings, tuple[jax.Array, jax.Array]]:
-    """`encode`, which returns the angles too.
-
-    XLA lets arrays that die early share the result's memory, and records anew every command of a
-    CUDA graph that touches memory which has moved. The result moves from call to call while the
-    caller holds the last one; so would the angles, which the attention of every block reads.
-    """
     indexes = tower.config.deepstack_visual_indexes
     features = []
     for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
@@ -269,8 +256,29 @@ def _encode(
             merger = tower.deepstack_mergers[indexes.index(index)]
             features.append(merger(hidden)[layout.output_order])
     embeddings = tower.merger(hidden)[layout.output_order]
-    outputs = (embeddings, tuple(features)) if indexes else embeddings
-    return outputs, rotary_angles(tower.config, layout.positions)  # XLA computes them once
+    return (embeddings, tuple(features)) if indexes else embeddings
+
+
+def _encode(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> Embeddings:
+    """`encode`, into memory that is the results' alone from the start.
+
+    Left to itself XLA has arrays that die early share it, and records anew every command of a CUDA
+    graph that touches memory which has moved, as results do while the caller holds the last ones:
+    most commands of a pass whose results are as large as the residual stream.
+    """
+    results, tree = jax.tree.flatten(jax.eval_shape(encode, tower, pixel_values, layout))
+    # Of unlike values, or XLA would make one array of them.
+    places = [jnp.full_like(result, index) for index, result in enumerate(results)]
+    pixel_values, places = jax.lax.optimization_barrier((pixel_values, places))
+    results = jax.tree.leaves(encode(tower, pixel_values, layout))
+    return tree.unflatten(map(_written, places, results))
+
+
+def _written(place: jax.Array, result: jax.Array) -> jax.Array:
+    """The result, in two parts: XLA would take a whole one for the array itself."""
+    half = len(result) // 2
+    place = jax.lax.dynamic_update_slice_in_dim(place, result[:half], 0, axis=0)
+    return jax.lax.dynamic_update_slice_in_dim(place, result[half:], half, axis=0)
 
 
 # Traced for windows and for frames instead of once for each layer.

@@ -20,8 +20,9 @@ import numpy as np
 
 from tests.pallas_kernels.compile_ahead import compile_for_gpu, forget_this_machine
 
-# With a late norm; without; with DeepStack, which reads what the next block overwrites.
-TOWERS = ("qwen2_5_vl_7b", "qwen2_vl_7b", "qwen3_vl_8b")
+# With a late norm, and a result that is larger than the residual stream; without either; with
+# DeepStack, which reads what the next block overwrites, and has two results.
+TOWERS = ("qwen2_5_vl_72b", "qwen2_vl_7b", "qwen3_vl_8b")
 DEPTHS = (2, 3)  # in Qwen2.5-VL the first attends over frames, the others over windows
 SIDES = (32, 64)  # of one image in patches: 448 and 896 px
 
