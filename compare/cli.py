@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _COMPARED:
             raise
-        sentence = f"{error.name} is not installed: pip install 'fused-rope-attention[compare]'"
+        sentence = f"{error.name} is not installed: pip install '.[compare]' in the clone"
     print(f"compare: {sentence}", file=sys.stderr)
     return parts.BAD_INPUT
 

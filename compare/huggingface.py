@@ -152,7 +152,7 @@ def vision_classes(model_type: str) -> VisionClasses:
     except ImportError as error:
         raise UnavailableError(
             f"transformers with {model_type} is not installed ({error}): "
-            "pip install 'fused-rope-attention[compare]'"
+            "pip install '.[compare]' in the clone"
         ) from None
     logging.set_verbosity_error()
     logging.disable_progress_bar()

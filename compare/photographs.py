@@ -22,7 +22,7 @@ def photographs() -> list[Image.Image]:
         from sklearn.datasets import load_sample_images
     except ImportError:
         raise UnavailableError(
-            "the photographs come with scikit-learn: pip install 'fused-rope-attention[compare]'"
+            "the photographs come with scikit-learn: pip install '.[compare]' in the clone"
         ) from None
     return [Image.fromarray(pixels) for pixels in load_sample_images().images]
 

@@ -241,7 +241,7 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
         from compare import charts
     except ImportError:
         raise UnavailableError(
-            "charts need Matplotlib: pip install 'fused-rope-attention[compare]'"
+            "charts need Matplotlib: pip install '.[compare]' in the clone"
         ) from None
     for part, measured in parts.items():
         if part == "agreement":

@@ -91,7 +91,7 @@ class VisionTower(nn.Module):
         return self.patch_embed.proj.weight.dtype
 
     def forward(self, pixel_values: Any, grid_thw: Any) -> Embeddings:
-        """Encode images and clips, all in one call.
+        """Encode images and clips, all in one call, for inference: no gradients are recorded.
 
         The first call of each bucket records a CUDA graph, where there are graphs. What is written
         to the parameters takes effect, and so do `to` and `load_state_dict`; after a parameter is

@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
         if error.name is None or error.name.partition(".")[0] not in ("jax", "jaxlib", "flax"):
             raise
         raise ImportError(
-            f"flax_models.{name} needs JAX and Flax: pip install 'fused-rope-attention[jax]'"
+            f"flax_models.{name} needs JAX and Flax: pip install '.[jax]' in the clone"
         ) from error
     return getattr(tower, name)
 

@@ -4,7 +4,7 @@ try:
     import jax as _jax  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"pallas_kernels needs JAX ({error}): pip install 'fused-rope-attention[jax]'"
+        f"pallas_kernels needs JAX ({error}): pip install '.[jax]' in the clone"
     ) from error
 
 from pallas_kernels.attention import fused_rope_attention, fused_rope_attention_qkvpacked

@@ -51,8 +51,9 @@ def fused_rope_attention(
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice,
             else "none".
         implementation: "triton" is the kernel on Pallas' Triton backend (on a CPU: in Pallas'
-            interpreter), "reference" plain jnp; "auto" the kernel where the computation runs on a
-            CUDA GPU of compute capability 8.0 or newer, else the reference.
+            interpreter, which needs jax_enable_x64 off), "reference" plain jnp; "auto" the kernel
+            where the computation runs on a CUDA GPU of compute capability 8.0 or newer, else the
+            reference.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of q; exactly 0 for padding.
@@ -66,11 +67,10 @@ def fused_rope_attention(
     explicit axes of a mesh, or under shard_map, there also with all arguments split by calls, each
     device runs its own.
     """
-    arrays = tuple(jnp.asarray(x) for x in (q, k, v))
-    plan, angles = _plan(
-        arrays, ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
+    plan, (q, k, v, *angles) = _plan(
+        (q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
-    return _run(plan, tuple(x[:, None] for x in arrays), *angles)
+    return _run(plan, (q[:, None], k[:, None], v[:, None]), *angles)
 
 
 def fused_rope_attention_qkvpacked(
@@ -89,11 +89,10 @@ def fused_rope_attention_qkvpacked(
     That is what a QKV projection writes; it is neither split nor copied. Everything else is as in
     fused_rope_attention.
     """
-    arrays = (jnp.asarray(qkv),)
-    plan, angles = _plan(
-        arrays, ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
+    plan, (qkv, *angles) = _plan(
+        (qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
-    return _run(plan, arrays, *angles)
+    return _run(plan, (qkv,), *angles)
 
 
 @dataclass(frozen=True)
@@ -116,22 +115,26 @@ def _plan(
     scale: float | None,
     fuse: str,
     implementation: str,
-) -> tuple[_Plan, tuple[jax.Array, jax.Array, jax.Array]]:
-    values = cu_seqlens  # those of a NumPy array are known under jit, until it becomes JAX's
-    cos, sin, cu_seqlens = (jnp.asarray(x) for x in (cos, sin, cu_seqlens))
+) -> tuple[_Plan, list[jax.Array]]:
+    """Check a call's arguments; returns all that is static about it, and its arrays as JAX's."""
+    given = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in (*arrays, cos, sin, cu_seqlens)]
+    *arrays, cos, sin, cu_seqlens = given
+    # Before numbers of 64 bits, NumPy's default, become JAX's of 32.
     check_arguments(arrays, names, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
-    check_shardings(arrays, names, cos, sin, cu_seqlens)
     if max_seqlen is None:
-        if isinstance(values, jax.core.Tracer):
-            raise ValueError("max_seqlen must be given where cu_seqlens is traced (under jit)")
-        max_seqlen = np.diff(np.asarray(values, np.int64)).max(initial=0)
+        if isinstance(cu_seqlens, jax.core.Tracer):
+            raise ValueError("max_seqlen must be given where cu_seqlens is traced (by jit or vmap)")
+        # A NumPy array's values are known under jit, until it becomes JAX's.
+        max_seqlen = np.diff(np.asarray(cu_seqlens, np.int64)).max(initial=0)
+    *arrays, cos, sin, cu_seqlens = given = [jnp.asarray(x) for x in given]
+    check_shardings(arrays, names, cos, sin, cu_seqlens)
     max_seqlen = int(max_seqlen)
     if fuse == "auto":
         fuse = auto_fuse(arrays[0].dtype, max_seqlen)
     if implementation == "auto" and not have_tensor_cores():
         implementation = "reference"
     scale = arrays[0].shape[-1] ** -0.5 if scale is None else float(scale)
-    return _Plan(max_seqlen, scale, fuse, implementation), (cos, sin, cu_seqlens)
+    return _Plan(max_seqlen, scale, fuse, implementation), given
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

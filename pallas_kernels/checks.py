@@ -66,6 +66,9 @@ def check_arguments(
 
     arrays are (q, k, v), or (qkv,) alone.
     """
+    for name, x in (("max_seqlen", max_seqlen), ("scale", scale)):
+        if isinstance(x, jax.core.Tracer):
+            raise ValueError(f"{name} must be static, got a traced value")
     if max_seqlen is not None and (not isinstance(max_seqlen, Integral) or max_seqlen < 0):
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
     if scale is not None and not _is_positive(scale):

@@ -26,6 +26,11 @@ WRONG_SEPARATE = {
         TypeError,
         r"v must be bfloat16, float16 or float32, got (torch\.)?int8",
     ),
+    "q of float64": (
+        {"q": np.zeros((12, 2, 16), np.float64)},
+        TypeError,
+        r"q must be bfloat16, float16 or float32, got (torch\.)?float64",
+    ),
     "q without heads": (
         {"q": np.zeros((12, 16), BF16)},
         ValueError,
@@ -119,6 +124,16 @@ WRONG_IN_BOTH = {
         {"cu_seqlens": np.zeros(3, np.int16)},
         TypeError,
         r"cu_seqlens must be int32, got (torch\.)?int16",
+    ),
+    "cos of float64": (
+        {"cos": np.ones((12, 8), np.float64)},
+        TypeError,
+        r"cos must be float32 .* got (torch\.)?float64",
+    ),
+    "cu_seqlens of int64": (
+        {"cu_seqlens": np.array([0, 5, 2**32 + 12])},
+        TypeError,
+        r"cu_seqlens must be int32, got (torch\.)?int64",
     ),
     "cu_seqlens of floats": (
         {"cu_seqlens": np.zeros(3, np.float32)},

@@ -5,8 +5,7 @@ try:
     import triton as _triton  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"triton_kernels needs PyTorch and Triton ({error}): "
-        "pip install 'fused-rope-attention[torch]'"
+        f"triton_kernels needs PyTorch and Triton ({error}): pip install '.[torch]' in the clone"
     ) from error
 
 from triton_kernels import operators as _operators  # noqa: F401  registers them

@@ -35,9 +35,10 @@ def fused_rope_attention(
             axis, that of tokens at most 2^23 elements; head_dim a multiple of 8 up to 256, and
             heads x head_dim at most 2^23.
         cos, sin: [tokens, rotary_dim / 2] fp32, the angles of each token, applied in the split-half
-            (NeoX) form. Dims of a head behind rotary_dim pass unrotated.
-        cu_seqlens: [segments + 1] int32, cumulative segment starts. Segments may be empty; tokens
-            before the first and behind the last are padding.
+            (NeoX) form; of the same strides, contiguous in the last axis. Dims of a head behind
+            rotary_dim pass unrotated.
+        cu_seqlens: [segments + 1] int32, contiguous, cumulative segment starts. Segments may be
+            empty; tokens before the first and behind the last are padding.
         max_seqlen: upper bound on a segment's length. None: read from cu_seqlens, which waits for
             the GPU. Rows of a segment that is longer come out right or NaN, never wrong.
         scale: positive factor of the logits, which gets no gradient; default head_dim ** -0.5.
@@ -55,6 +56,7 @@ def fused_rope_attention(
         TypeError, ValueError: a dtype, shape, device, stride or keyword is not as stated above, or
             implementation="triton" where the kernel cannot run.
         NotImplementedError: forward-mode differentiation.
+        RuntimeError: a derivative by torch.func, which PyTorch refuses.
 
     Differentiable in q, k, v, cos and sin in reverse mode, repeatedly: the backward pass runs
     through the reference.

@@ -220,7 +220,7 @@ def _check_cu_seqlens_form(cu_seqlens: torch.Tensor) -> None:
     if not contiguous or not _holds(cu_seqlens.shape[0] >= 1):
         raise ValueError(
             "cu_seqlens must be a contiguous vector of segments + 1 values, "
-            f"got shape {tuple(cu_seqlens.shape)}"
+            f"got shape {tuple(cu_seqlens.shape)} and strides {cu_seqlens.stride()}"
         )
     if not _holds(cu_seqlens.shape[0] - 1 <= MAX_SEGMENTS):
         raise ValueError(

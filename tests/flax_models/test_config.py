@@ -370,7 +370,7 @@ def test_the_tower_says_what_to_install():
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "load_vision_tower needs JAX and Flax" in run.stdout, run.stderr
-    assert "pip install 'fused-rope-attention[jax]'" in run.stdout
+    assert "pip install '.[jax]' in the clone" in run.stdout
 
 
 def test_unknown_names_are_attribute_errors():

@@ -208,5 +208,5 @@ def test_the_kernels_do_without_transformers():
     )
     last_line = result.stderr.strip().splitlines()[-1]
     assert last_line.startswith("ImportError: triton_kernels.integrations.transformers needs")
-    assert "pip install 'fused-rope-attention[transformers]'" in last_line
+    assert "pip install '.[transformers]' in the clone" in last_line
     assert "line 3, in <module>" in result.stderr, "the import of the line before works"

@@ -13,11 +13,18 @@ from tests.kernel_cases import make_case
 from tests.pallas_kernels.adapter import JaxAdapter
 
 
-class TestKernel(JaxAdapter, ArgumentContract):
+class Arguments(JaxAdapter, ArgumentContract):
+    @staticmethod
+    def array(x):
+        """NumPy's, which is taken too, where JAX would make numbers of 32 bits of it."""
+        return x if x.dtype in (np.float64, np.int64) else jnp.asarray(x)
+
+
+class TestKernel(Arguments):
     implementation = "triton"
 
 
-class TestReference(JaxAdapter, ArgumentContract):
+class TestReference(Arguments):
     implementation = "reference"
 
 
@@ -34,11 +41,11 @@ def test_cu_seqlens_of_numpy_needs_no_max_seqlen_under_jit():
     )
 
 
-def test_scale_is_static():
-    *arrays, cu_seqlens = CASE.packed
-    attend = functools.partial(pallas_kernels.fused_rope_attention_qkvpacked, *arrays, cu_seqlens)
-    with pytest.raises(ValueError, match=r"scale must be positive and finite or None, got .*Trace"):
-        jax.jit(lambda scale: attend(max_seqlen=7, scale=scale))(0.25)
+@pytest.mark.parametrize(("name", "value"), [("scale", 0.25), ("max_seqlen", 7)])
+def test_what_is_static(name, value):
+    attend = functools.partial(pallas_kernels.fused_rope_attention_qkvpacked, *CASE.packed)
+    with pytest.raises(ValueError, match=f"{name} must be static, got a traced value"):
+        jax.jit(lambda x: attend(**{"max_seqlen": 7, name: x}))(value)
 
 
 def test_padding_before_the_first_segment_is_no_segment():

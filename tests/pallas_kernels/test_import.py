@@ -27,7 +27,7 @@ def test_says_which_extra_is_missing():
     assert result.returncode == 1
     last_line = result.stderr.strip().splitlines()[-1]
     assert last_line.startswith("ImportError: pallas_kernels needs JAX")
-    assert "pip install 'fused-rope-attention[jax]'" in last_line
+    assert "pip install '.[jax]' in the clone" in last_line
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_says_which_extra_is_missing(missing):
     assert result.returncode == 1
     last_line = result.stderr.strip().splitlines()[-1]
     assert last_line.startswith("ImportError: triton_kernels needs PyTorch and Triton")
-    assert "pip install 'fused-rope-attention[torch]'" in last_line
+    assert "pip install '.[torch]' in the clone" in last_line
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"triton_kernels.integrations.transformers needs transformers 4.57 or newer ({error}): "
-        "pip install 'fused-rope-attention[transformers]'"
+        "pip install '.[transformers]' in the clone"
     ) from error
 
 __all__ = ["accelerate", "accelerated", "restore"]
