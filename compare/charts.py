@@ -103,10 +103,11 @@ def fusion_chart(cells: Sequence[Cell], path: Path) -> None:
 
     A panel for each head_dim, the frameworks one above the other; partial rotations are left to the
     table. A ring marks where "qk" stops paying, the grey line where fuse="auto" stops taking it.
-    Nothing is written where no cell has a time of "none".
+    There is no chart, nor an earlier one any more, where no cell has a time of "none".
     """
     shown = [cell for cell in cells if cell.rotary_dim == cell.head_dim and "none" in cell.times_us]
     if not shown:
+        path.unlink(missing_ok=True)
         return
     names = list(dict.fromkeys(cell.implementation for cell in shown))
     dims = sorted({cell.head_dim for cell in shown})

@@ -158,6 +158,11 @@ def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
         for part, measured in parts.items():
             if measured.part != part:
                 raise InputError(f"{paths[part]} holds results of {measured.part}, not of {part}")
+            if measured.device != _device(parts):
+                raise InputError(
+                    f"{paths[part]} is of {measured.device}, but others in its folder are of "
+                    f"{_device(parts)}: a folder holds one device's results"
+                )
         if parts:
             found[folder] = parts
     if not found:
@@ -252,9 +257,11 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
             charts.fusion_chart(cells_of(measured.records), folder / "fusion.svg")
         elif part != "trust":
             for family, workloads in families(measured).items():
+                path = folder / f"{family}.svg"
                 if ranking(measured, workloads):
-                    path = folder / f"{family}.svg"
                     charts.timing_chart(measured, workloads, _title(family), path)
+                else:
+                    path.unlink(missing_ok=True)  # an earlier run's
 
 
 def _title(family: str) -> str:

@@ -50,10 +50,9 @@ class GraphCache:
         """The number of recordings."""
         return len(self._recordings)
 
-    def takes(self, layout: Layout) -> bool:
-        """Whether a pass is to be recorded: it gains by it, and nobody is recording around it."""
-        few = len(layout.window_order) <= _RECORDED_TOKENS
-        return few and not torch.cuda.is_current_stream_capturing()
+    def takes(self, layout: Layout, device: torch.device) -> bool:
+        """Whether a pass on a device is to be recorded: it gains by it, and it can be."""
+        return len(layout.window_order) <= _RECORDED_TOKENS and _can_record(device)
 
     def clear(self) -> None:
         """Forget all recordings, as must be done when parameters move to other memory."""
@@ -99,6 +98,11 @@ class GraphCache:
             self._recorder.wait()  # the memory may be in use again at once
         for _ in range(number):
             self._recordings.popitem(last=False)
+
+
+def _can_record(device: torch.device) -> bool:
+    """Whether there can be a graph, and nobody is recording one around it."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 @functools.lru_cache(maxsize=32)

@@ -33,6 +33,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # thread. Left to tune, it would keep the fastest at the first call's size for all sizes to come: a
 # small image cannot tell them apart, and at 9,216 tokens the other takes 1.5 times as long.
 COMPILER_OPTIONS = {"triton.autotune_pointwise": False}
+_VARIANTS = 256  # of one compiled function that a process may have; 8 by default
 
 
 class VisionTower(nn.Module):
@@ -46,6 +47,7 @@ class VisionTower(nn.Module):
         token_buckets: padded token counts that calls choose from; None: the ladder of
             `choose_bucket`.
         graphs: the recorded passes; None: kernels are launched one by one.
+        is_compiled: whether `torch.compile` fuses parts of it, see `compile_parts`.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class VisionTower(nn.Module):
         self.frame_attention = frame_attention
         self.token_buckets = check_token_buckets(config, token_buckets)
         self.graphs: GraphCache | None = None
+        self.is_compiled = False
         self.patch_embed = PatchEmbed(config)
         has_table = config.num_position_embeddings is not None
         self.position_table = PositionTable(config) if has_table else None
@@ -79,6 +82,23 @@ class VisionTower(nn.Module):
             [PatchMerger(config, norm_merged=True) for _ in config.deepstack_visual_indexes]
         )
         self.register_load_state_dict_post_hook(VisionTower._forget_graphs)
+
+    def compile_parts(self) -> None:
+        """Have `torch.compile` fuse what is in a block, and the interpolation of positions."""
+        # All towers of a process share its limit of variants, beyond which nothing is compiled: a
+        # block takes two for each dtype, size, device and grad mode.
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, _VARIANTS)
+        for part in (*self.blocks, self.position_table):
+            if part is not None:
+                part.compile(dynamic=True, options=COMPILER_OPTIONS)
+        self.is_compiled = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Compile a copy, or what was pickled, as the original was: PyTorch leaves that out."""
+        super().__setstate__(state)
+        if self.is_compiled:
+            self.compile_parts()
 
     @property
     def device(self) -> torch.device:
@@ -122,7 +142,7 @@ class VisionTower(nn.Module):
         """
         layout = self._plan(grid_thw)
         patches = patches_tensor(self.config, pixel_values, layout, self.device)
-        if self.graphs is not None and self.graphs.takes(layout):
+        if self.graphs is not None and self.graphs.takes(layout, self.device):
             weight = self.patch_embed.proj.weight
             return self.graphs(functools.partial(encode, self), patches, layout, weight)
         return first_rows(encode(self, *self._place(patches, layout)), layout.num_merged)
@@ -210,7 +230,8 @@ def load_vision_tower(
             and records seldom, see `choose_bucket`.
         compile: have `torch.compile` fuse what lies between the matrix products and the attention
             of a block, and the interpolation of positions. The first call compiles for every image
-            size to come. None: on a GPU.
+            size to come. Raises PyTorch's limit of variants, as each tower takes some. None: on a
+            GPU.
         cuda_graphs: record a CUDA graph for each bucket in use, the last 16 of them. None: where
             the kernels run; the reference asks the GPU for values, which no graph can.
         progress: show progress on standard error. None: only where that is a terminal.
@@ -246,9 +267,7 @@ def load_vision_tower(
     parameters = {name: as_tensor(weight).to(target, dtype) for name, weight in weights.items()}
     tower.load_state_dict(parameters, assign=True)
     if compile:
-        for part in (*tower.blocks, tower.position_table):
-            if part is not None:
-                part.compile(dynamic=True, options=COMPILER_OPTIONS)
+        tower.compile_parts()
     if cuda_graphs:
         tower.graphs = GraphCache()
     return tower.requires_grad_(False).eval()

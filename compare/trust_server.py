@@ -141,7 +141,10 @@ def memory_mib() -> tuple[float, float]:
 
 
 def cache_sizes() -> dict[str, int]:
-    """Entries of every cache without a limit, and of every jitted function, in our packages."""
+    """Entries of every cache without a limit, and of every jitted function, in our packages.
+
+    Of the Flax towers' programs, which are kept with a limit, all that were ever compiled.
+    """
     found = {}
     for module in [m for name, m in sys.modules.items() if name.partition(".")[0] in _PACKAGES]:
         for name, value in vars(module).items():
@@ -149,6 +152,8 @@ def cache_sizes() -> dict[str, int]:
                 found[f"{module.__name__}.{name}"] = value.cache_info().currsize
             elif hasattr(value, "_cache_size"):
                 found[f"{module.__name__}.{name}"] = value._cache_size()
+    if compiled := sys.modules.get("flax_models.compiled"):
+        found[compiled.__name__] = compiled.compilations()
     return found
 
 

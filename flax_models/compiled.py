@@ -50,6 +50,12 @@ def compiled(function: Callable[..., Any], module: nnx.Module) -> Callable[..., 
     return program
 
 
+def compilations() -> int:
+    """A number that grows with every program that is compiled for a module."""
+    structures = _of_structure.cache_info().misses
+    return structures + sum(program.run._cache_size() for program in list(_programs.values()))
+
+
 @dataclass(frozen=True)
 class _Program:
     attributes: tuple[dict[str, Any], ...]  # of each module, as they are now

@@ -14,6 +14,7 @@ from flax_models.families import FAMILIES, Family
 # of tensors or overflow a 32-bit size.
 _MAX_DEPTH = 1 << 10
 _MAX_SIZE = 1 << 20
+_MAX_HEAD_DIM = 256  # of the kernel packages
 
 TOO_LARGE = 1e30  # for fp32, as infinity is; NaN is not below it either
 
@@ -79,10 +80,10 @@ class VisionConfig:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}"
             )
-        if self.head_dim % 4:
+        if self.head_dim % 8 or self.head_dim > _MAX_HEAD_DIM:
             raise ValueError(
-                f"head_dim (hidden_size / num_heads) must be a multiple of 4, so that rows and "
-                f"columns rotate equal shares in pairs; got {self.head_dim}"
+                "head_dim (hidden_size / num_heads) must be a multiple of 8, "
+                f"up to {_MAX_HEAD_DIM}, as the attention takes it; got {self.head_dim}"
             )
         self._check_windows()
         self._check_position_table()

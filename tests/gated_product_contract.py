@@ -97,9 +97,10 @@ class GatedProductContract:
 
     @pytest.mark.parametrize("hidden", [40, 96])
     def test_channels_that_are_no_whole_tiles(self, hidden):
-        for name in set(self.implementations) & {"triton"}:
-            with pytest.raises(ValueError, match=f"hidden must be a multiple of 64, got {hidden}"):
-                self.multiply(*draw(3, hidden, 8, "float16"), EPS, name, one_kernel=True)
+        if "triton" not in self.implementations:
+            pytest.skip("Triton's kernels run on a GPU, or where TRITON_INTERPRET=1")
+        with pytest.raises(ValueError, match=f"hidden must be a multiple of 64, got {hidden}"):
+            self.multiply(*draw(3, hidden, 8, "float16"), EPS, "triton", one_kernel=True)
 
     @pytest.mark.gpu
     def test_offsets_beyond_31_bits(self):

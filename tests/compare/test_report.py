@@ -64,7 +64,7 @@ def test_report_links_charts_that_are_there(directory):
     assert f"{synthetic.MISSING}: not installed" in text
     assert "### Under stress" in text
     assert "| any cu_seqlens | triton 6,000, pallas 6,000 | nothing wrong; **pallas: 2" in text
-    assert not list(directory.rglob("*.part"))
+    assert not list(directory.rglob("*.unfinished"))
 
 
 def test_the_same_results_give_the_same_files(directory):
@@ -285,6 +285,27 @@ def test_a_file_under_another_parts_name_is_refused(tmp_path):
     results.write(synthetic.as_results("towers", []), path)
     with pytest.raises(InputError, match=r"kernels\.json holds results of towers, not of kernels"):
         report.read_devices(tmp_path)
+
+
+def test_another_devices_results_in_a_folder_are_refused(directory):
+    path = directory / "imaginary-gpu" / "towers.json"
+    results.write(replace(results.read(path), device="Another GPU"), path)
+    with pytest.raises(InputError, match=r"towers\.json is of Another GPU, but .* of Imaginary"):
+        report.read_devices(directory)
+
+
+@pytest.mark.parametrize("part", ["towers", "fusion"])
+def test_no_earlier_chart_stands_above_a_run_without_a_time(directory, part):
+    folder = directory / "imaginary-gpu"
+    report.write_report(directory, directory / "report.md")
+    chart = folder / {"towers": "tower.svg", "fusion": "fusion.svg"}[part]
+    assert chart.is_file()
+    measured = results.read(folder / f"{part}.json")
+    records = [{**record, "median_us": None} for record in measured.records]
+    results.write(replace(measured, records=records), folder / f"{part}.json")
+    text = report.write_report(directory, directory / "report.md").read_text()
+    assert not chart.exists()
+    assert f"(imaginary-gpu/{chart.name})" not in text
 
 
 def test_what_was_noted_of_a_run_stands_beside_its_ceilings(tmp_path):

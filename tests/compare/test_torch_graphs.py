@@ -63,7 +63,7 @@ def recorded(monkeypatch):
     """What has been recorded, on a machine without a GPU."""
     monkeypatch.setattr(CpuRecorder, "recorded", [])
     monkeypatch.setattr(torch_graphs, "Recorder", CpuRecorder)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch_graphs, "_can_record", lambda device: True)
     return CpuRecorder.recorded
 
 
@@ -119,6 +119,15 @@ def test_recordings_are_forgotten_when_parameters_move(config, recording_tower):
     recording_tower.load_state_dict(weights, assign=True)
     assert len(recording_tower.graphs) == 0
     assert np.abs(rows(recording_tower, patches, grid)).max() == 0 < np.abs(before).max()
+
+
+def test_a_tower_that_leaves_the_gpu_records_no_more(config, tower, directory):
+    ours = load_vision_tower(directory, torch.float32, "cpu")
+    ours.graphs = GraphCache()  # as it is after to("cpu")
+    grid = GRIDS["clip"]
+    patches = random_patches(config, grid)
+    np.testing.assert_array_equal(rows(ours, patches, grid), rows(tower, patches, grid))
+    assert len(ours.graphs) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,27 @@
 """The PyTorch tower: what every tower must do, and that it is the Flax tower's twin."""
 
+import copy
+import dataclasses
+import pickle
+
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import numpy as np  # noqa: E402
+from torch._dynamo.testing import CompileCounter  # noqa: E402
 
 from compare.torch_inputs import layout_tensors  # noqa: E402
 from compare.torch_tower import encode, load_vision_tower  # noqa: E402
 from flax_models import plan_layout  # noqa: E402
 from tests.compare.torch_results import numpy, rows, tensors  # noqa: E402
-from tests.tower_checkpoints import GRIDS, random_patches  # noqa: E402
+from tests.tower_checkpoints import (  # noqa: E402
+    GRIDS,
+    WINDOWS_ALONE,
+    random_patches,
+    write_checkpoint,
+)
 from tests.tower_contract import (  # noqa: E402
     FP32_TOLERANCE,
     HuggingFaceContract,
@@ -53,6 +63,35 @@ def test_equals_the_flax_tower(config, tower, directory):
     patches = random_patches(config, grid)
     flax = side_by_side(load_flax_tower(directory, "float32")(patches, grid))
     assert relative_error(rows(tower, patches, grid), flax) < FP32_TOLERANCE
+
+
+def test_many_towers_of_a_process_are_compiled(tmp_path):
+    """PyTorch's limit is eight variants, of which each tower takes at least two."""
+    torch.compiler.reset()
+    grid = GRIDS["smaller_than_a_window"]
+    for hidden_size in (16, 32, 48, 64, 80, 96):
+        config = dataclasses.replace(WINDOWS_ALONE, hidden_size=hidden_size, depth=2)
+        directory = write_checkpoint(tmp_path / str(hidden_size), config)
+        tower = load_vision_tower(directory, torch.float32, "cpu", compile=True)
+        compiler = CompileCounter()
+        for block in tower.blocks:
+            block.compile(dynamic=True, backend=compiler)
+        tower(random_patches(config, grid), grid)
+        assert compiler.frame_count > 0
+
+
+@pytest.mark.parametrize(
+    "clone",
+    [copy.deepcopy, lambda tower: pickle.loads(pickle.dumps(tower))],
+    ids=["copy", "pickle"],
+)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_copy_is_compiled_as_the_original(directory, clone, compiled):
+    tower = load_vision_tower(directory, torch.float32, "cpu", compile=compiled)
+    for each in (tower, clone(tower)):
+        assert [block._compiled_call_impl is not None for block in each.blocks] == [
+            compiled for _ in each.blocks
+        ]
 
 
 def test_nothing_is_recorded_for_gradients(config, tower):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -275,6 +277,22 @@ def test_a_cache_without_a_limit_is_found(monkeypatch):
 
     (finding,) = live(forgetless).findings
     assert finding.startswith("the cache of compare.trust_server.remember grew from")
+
+
+def test_a_tower_that_compiles_at_every_call_is_found(tmp_path):
+    (flax,) = (tower for tower in our_towers() if tower.name == "flax")
+    tower = flax.load(write_checkpoint(tmp_path, CONFIG))
+    lock, sizes = threading.Lock(), itertools.count(256, 8)
+
+    def encode(pixel_values, grid_thw):
+        with lock:
+            tower.model.token_buckets = (next(sizes),)
+            tower.encode(pixel_values, grid_thw)
+        return 2 * pixel_values
+
+    traffic = dataclasses.replace(TRAFFIC, calls=20, requests=2)
+    findings = live(encode, traffic).findings
+    assert any("the cache of flax_models.compiled grew" in finding for finding in findings)
 
 
 def test_the_table_tells_cases_and_findings():
