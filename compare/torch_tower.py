@@ -20,6 +20,7 @@ from compare.torch_graphs import GraphCache, first_rows
 from compare.torch_inputs import layout_tensors, patches_tensor
 from flax_models import Layout, VisionConfig, choose_bucket, plan_layout, read_checkpoint
 from flax_models.buckets import bucket_of_equal_frames, check_token_buckets
+from flax_models.config import check_head_dim
 from flax_models.memory import check_memory
 from flax_models.weights import tower_weights
 from triton_kernels.attention import runs_kernel
@@ -61,10 +62,12 @@ class VisionTower(nn.Module):
         """Build a tower with random weights.
 
         Raises:
-            ValueError: bad `token_buckets`, an unknown `implementation` or `frame_attention`;
-                whether that can run here, `load_vision_tower` finds out.
+            ValueError: a head_dim that is no multiple of 8 up to 256, bad `token_buckets`, an
+                unknown `implementation` or `frame_attention`; whether that can run here,
+                `load_vision_tower` finds out.
         """
         super().__init__()
+        check_head_dim(config)
         check_known(implementation, frame_attention)
         self.config = config
         self.implementation = implementation

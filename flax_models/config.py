@@ -80,10 +80,10 @@ class VisionConfig:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}"
             )
-        if self.head_dim % 8 or self.head_dim > _MAX_HEAD_DIM:
+        if self.head_dim % 4:
             raise ValueError(
-                "head_dim (hidden_size / num_heads) must be a multiple of 8, "
-                f"up to {_MAX_HEAD_DIM}, as the attention takes it; got {self.head_dim}"
+                f"head_dim (hidden_size / num_heads) must be a multiple of 4, so that rows and "
+                f"columns rotate equal shares in pairs; got {self.head_dim}"
             )
         self._check_windows()
         self._check_position_table()
@@ -265,6 +265,15 @@ class VisionConfig:
     def qwen3_vl_8b(cls) -> Self:
         """The tower of Qwen3-VL 8B; that of 32B differs in out_hidden_size, 5120."""
         return cls.of("qwen3_vl", out_hidden_size=4096)
+
+
+def check_head_dim(config: VisionConfig) -> None:
+    """Refuse heads that the attention does not take with a ValueError; angles are of more sizes."""
+    if config.head_dim % 8 or config.head_dim > _MAX_HEAD_DIM:
+        raise ValueError(
+            f"a tower's head_dim (hidden_size / num_heads) must be a multiple of 8, up to "
+            f"{_MAX_HEAD_DIM}, got {config.head_dim}"
+        )
 
 
 def _is_int(value: Any) -> bool:

@@ -24,7 +24,7 @@ from flax_models.blocks import Block, LateNormBlock, PatchEmbed, PatchMerger, Po
 from flax_models.buckets import bucket_of_equal_frames, check_token_buckets, choose_bucket
 from flax_models.checkpoint import read_checkpoint
 from flax_models.compiled import compiled
-from flax_models.config import VisionConfig
+from flax_models.config import VisionConfig, check_head_dim
 from flax_models.device import arrived, find_device, free_memory, home_device
 from flax_models.inputs import on_device, pad_patches
 from flax_models.layout import Layout, plan_layout
@@ -62,12 +62,13 @@ class VisionTower(nnx.Module):
         """Build a tower with placeholder weights, zeros and ones.
 
         Raises:
-            ValueError: a dtype other than bfloat16, float16 and float32, bad `token_buckets`, an
-                unknown `implementation` or `frame_attention`; whether that can run here,
-                `load_vision_tower` finds out.
+            ValueError: a dtype other than bfloat16, float16 and float32, a head_dim that is no
+                multiple of 8 up to 256, bad `token_buckets`, an unknown `implementation` or
+                `frame_attention`; whether that can run here, `load_vision_tower` finds out.
         """
         self.config = config
         self.dtype = _known_dtype(dtype)
+        check_head_dim(config)
         check_known(implementation, frame_attention)
         self.implementation = implementation
         self.frame_attention = frame_attention

@@ -6,8 +6,10 @@ runs on every family's tower.
 """
 
 import gc
+import json
 import re
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from tests.tower_checkpoints import (
     GRIDS,
     SMALL_TOWERS,
     HuggingFaceTower,
+    config_json,
     random_patches,
     save_hugging_face_tower,
     write_checkpoint,
@@ -218,6 +221,14 @@ class TowerContract:
         tower(random_patches(config, grid), grid)
         gc.collect()
         assert [layout() for layout in made] == [None]
+
+    @pytest.mark.parametrize("head_dim", [12, 264])
+    def test_heads_that_the_attention_refuses(self, tmp_path, head_dim):
+        """Before weights are read, of which there are none here."""
+        changed = replace(CONFIG, hidden_size=head_dim * CONFIG.num_heads)
+        (tmp_path / "config.json").write_text(json.dumps(config_json(changed)), encoding="utf-8")
+        with pytest.raises(ValueError, match=f"multiple of 8, up to 256, got {head_dim}"):
+            self.load(tmp_path, "float32")
 
     def test_missing_checkpoint(self, tmp_path):
         with pytest.raises(CheckpointError, match="nowhere"):
