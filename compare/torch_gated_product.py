@@ -20,6 +20,9 @@ from triton_kernels.tiles import cast, dot
 _LAUNCH = Launch(block=128, block_k=64, num_warps=8, num_stages=3)
 _GROUP = 8
 
+# Of a program of the kernel before it, which has one row.
+_NORM_WARPS = 4
+
 # Of fewer tokens there are too few tiles to fill the GPU evenly, and cuBLAS has others.
 _FEWEST_TOKENS = 2048
 
@@ -88,7 +91,7 @@ def in_one_kernel(
     with torch.cuda.device_of(stream):  # Triton launches on the current device
         norm_scale_kernel[(tokens,)](
             stream, biases.stream, scale, eps, hidden, next_power_of_2(hidden),
-            num_warps=4, enable_fp_fusion=True,
+            num_warps=_NORM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
         gated_product_kernel[(programs,)](
             stream, weight, scale, biases.product, biases.output, out, tokens,

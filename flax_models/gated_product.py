@@ -28,8 +28,8 @@ from pallas_kernels.tiles import Ref, Scalar, dot
 _LAUNCH = Launch(block=128, block_k=64, num_warps=8, num_stages=3)
 _GROUP = 8
 
-# Of the kernel before it, a program of which has one row.
-_NORM_LAUNCH = Launch(block=1, block_k=1, num_warps=4, num_stages=1)
+# Of a program of the kernel before it, which has one row.
+_NORM_WARPS = 4
 
 # Of fewer tokens there are too few tiles to fill the GPU evenly, and cuBLAS has others.
 _FEWEST_TOKENS = 2048
@@ -97,9 +97,10 @@ def _kernel(
 ) -> jax.Array:
     tokens, width = stream.shape[0], weight.shape[0] // 2
     stream_bias, product_bias, bias = biases
+    launch = Launch(block=1, block_k=1, num_warps=_NORM_WARPS, num_stages=1)
     kernel = functools.partial(norm_scale_kernel, eps=eps)
     operands = stream, stream_bias
-    scale = run(kernel, tokens, (tokens,), jnp.float32, _NORM_LAUNCH, interpret, operands)
+    scale = run(kernel, tokens, (tokens,), jnp.float32, launch, interpret, operands)
     kernel = functools.partial(gated_product_kernel, interpreted=interpret)
     programs = pl.cdiv(tokens, _LAUNCH.block) * pl.cdiv(width, _LAUNCH.block)
     operands = stream, weight, scale, product_bias, bias
