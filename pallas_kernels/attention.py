@@ -126,7 +126,7 @@ def _plan(
             raise ValueError("max_seqlen must be given where cu_seqlens is traced (by jit or vmap)")
         # A NumPy array's values are known under jit, until it becomes JAX's.
         max_seqlen = np.diff(np.asarray(cu_seqlens, np.int64)).max(initial=0)
-    *arrays, cos, sin, cu_seqlens = given = [jnp.asarray(x) for x in given]
+    *arrays, cos, sin, cu_seqlens = (jnp.asarray(x) for x in given)
     check_shardings(arrays, names, cos, sin, cu_seqlens)
     max_seqlen = int(max_seqlen)
     if fuse == "auto":
@@ -134,7 +134,7 @@ def _plan(
     if implementation == "auto" and not have_tensor_cores():
         implementation = "reference"
     scale = arrays[0].shape[-1] ** -0.5 if scale is None else float(scale)
-    return _Plan(max_seqlen, scale, fuse, implementation), given
+    return _Plan(max_seqlen, scale, fuse, implementation), [*arrays, cos, sin, cu_seqlens]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
