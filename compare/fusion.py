@@ -98,10 +98,10 @@ def auto_fuse(implementation: KernelImplementation, workload: KernelWorkload) ->
 
             from triton_kernels import launch
 
-            return launch.auto_fuse(getattr(torch, workload.dtype), longest)
+            return launch.auto_fuse(getattr(torch, workload.dtype), workload.head_dim, longest)
         from pallas_kernels import launch
 
-        return launch.auto_fuse(DTYPES[workload.dtype], longest)
+        return launch.auto_fuse(DTYPES[workload.dtype], workload.head_dim, longest)
     except ImportError:
         return None
 

@@ -46,21 +46,21 @@ def fused_rope_attention(
         max_seqlen: static upper bound on a segment's length. None: read from cu_seqlens, which must
             then not be traced. Rows of a segment that is longer come out right or NaN, never wrong;
             their gradients are NaN.
-        scale: static, positive factor of the logits; default head_dim ** -0.5.
+        scale: static factor of the logits, 2 ** -100 to 2 ** 100; default head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice,
             else "none".
         implementation: "triton" is the kernel on Pallas' Triton backend (on a CPU: in Pallas'
-            interpreter, which needs jax_enable_x64 off), "reference" plain jnp; "auto" the kernel
-            where the computation runs on a CUDA GPU of compute capability 8.0 or newer, else the
-            reference.
+            interpreter, which needs jax_enable_x64 off, and check_vma=False under shard_map),
+            "reference" plain jnp; "auto" the kernel where the computation runs on a CUDA GPU of
+            compute capability 8.0 or newer, else the reference.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of q; exactly 0 for padding.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or keyword is not as stated above, or an array's type
-            says that it is split over devices otherwise than by heads.
+        TypeError, ValueError: a type, dtype, shape or keyword is not as stated above, or an array's
+            type says that it is split over devices otherwise than by heads.
 
     Differentiable in q, k, v, cos and sin in reverse mode: the backward pass runs through the
     reference. Under vmap the calls run one after the other. With q, k and v split by heads along
@@ -117,8 +117,6 @@ def _plan(
     implementation: str,
 ) -> tuple[_Plan, list[jax.Array]]:
     """Check a call's arguments; returns all that is static about it, and its arrays as JAX's."""
-    given = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in (*arrays, cos, sin, cu_seqlens)]
-    *arrays, cos, sin, cu_seqlens = given
     # Before numbers of 64 bits, NumPy's default, become JAX's of 32.
     check_arguments(arrays, names, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
     if max_seqlen is None:
@@ -126,14 +124,14 @@ def _plan(
             raise ValueError("max_seqlen must be given where cu_seqlens is traced (by jit or vmap)")
         # A NumPy array's values are known under jit, until it becomes JAX's.
         max_seqlen = np.diff(np.asarray(cu_seqlens, np.int64)).max(initial=0)
-    *arrays, cos, sin, cu_seqlens = (jnp.asarray(x) for x in given)
+    *arrays, cos, sin, cu_seqlens = map(jnp.asarray, (*arrays, cos, sin, cu_seqlens))
     check_shardings(arrays, names, cos, sin, cu_seqlens)
-    max_seqlen = int(max_seqlen)
+    max_seqlen, head_dim = int(max_seqlen), arrays[0].shape[-1]
     if fuse == "auto":
-        fuse = auto_fuse(arrays[0].dtype, max_seqlen)
+        fuse = auto_fuse(arrays[0].dtype, head_dim, max_seqlen)
     if implementation == "auto" and not have_tensor_cores():
         implementation = "reference"
-    scale = arrays[0].shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = head_dim**-0.5 if scale is None else float(scale)
     return _Plan(max_seqlen, scale, fuse, implementation), [*arrays, cos, sin, cu_seqlens]
 
 
@@ -146,9 +144,8 @@ def _attention(
     cu_seqlens: jax.Array,
 ) -> jax.Array:
     """Qkv is one packed [tokens, 3, heads, head_dim], or q, k, v [tokens, 1, heads, head_dim]."""
-    tokens, _, heads, head_dim = qkv[0].shape
     if qkv[0].size == 0 or cu_seqlens.shape[0] == 1:
-        return jnp.zeros((tokens, heads, head_dim), qkv[0].dtype)
+        return jnp.zeros_like(qkv[-1][:, -1])  # varying over a mesh as v does
 
     @jax.custom_batching.sequential_vmap
     def attend(qkv: tuple, cos: jax.Array, sin: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
@@ -235,7 +232,7 @@ def _kernel(
         "rotate_k": plan.fuse == "qk",
         "interpreted": interpret,
     }
-    if plan.max_seqlen <= window_limit(v.dtype):
+    if plan.max_seqlen <= window_limit(v.dtype, head_dim):
         launch = find_launch("window", v.dtype, head_dim, plan.max_seqlen, tokens * heads)
         programs = segments * heads
         kernel = functools.partial(window_kernel, **static, block=launch.block)

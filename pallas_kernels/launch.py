@@ -42,14 +42,20 @@ def head_split(head_dim: int) -> HeadSplit:
     return HeadSplit(main, max(MIN_COLUMNS, next_power_of_2(head_dim - main)))
 
 
-def window_limit(dtype: DTypeLike) -> int:
-    """The longest segment that one tile holds; longer ones go to the stream kernel."""
-    return 32 if dtype == jnp.float32 else 128
+def window_limit(dtype: DTypeLike, head_dim: int) -> int:
+    """The longest segment that one tile holds; longer ones go to the stream kernel.
+
+    Tiles of 128 rows of 256 columns would not fit the 99 KB of shared memory of compute
+    capabilities 8.6, 8.9 and 12.0.
+    """
+    if dtype == jnp.float32:
+        return 32
+    return 64 if sum(head_split(head_dim)) > 192 else 128
 
 
-def auto_fuse(dtype: DTypeLike, max_seqlen: int) -> str:
+def auto_fuse(dtype: DTypeLike, head_dim: int, max_seqlen: int) -> str:
     """What fuse="auto" means: "qk" where one tile holds a segment, else "none"."""
-    return "qk" if max_seqlen <= window_limit(dtype) else "none"
+    return "qk" if max_seqlen <= window_limit(dtype, head_dim) else "none"
 
 
 def find_launch(kernel: str, dtype: DTypeLike, head_dim: int, max_seqlen: int, rows: int) -> Launch:

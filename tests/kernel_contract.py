@@ -57,7 +57,8 @@ class KernelContract:
         assert_accurate(self.attention(case, max_seqlen=max_seqlen), case)
 
     @pytest.mark.parametrize(
-        ("head_dim", "max_seqlen"), [(8, WINDOW), (56, STREAM), (256, WINDOW), (256, STREAM)]
+        ("head_dim", "max_seqlen"),
+        [(8, WINDOW), (56, STREAM), (192, 128), (256, WINDOW), (256, 64), (256, 128)],
     )
     def test_other_multiples_of_8(self, head_dim, max_seqlen):
         case = make_case(LENGTHS, head_dim=head_dim, trailing=3)

@@ -41,7 +41,8 @@ def fused_rope_attention(
             empty; tokens before the first and behind the last are padding.
         max_seqlen: upper bound on a segment's length. None: read from cu_seqlens, which waits for
             the GPU. Rows of a segment that is longer come out right or NaN, never wrong.
-        scale: positive factor of the logits, which gets no gradient; default head_dim ** -0.5.
+        scale: factor of the logits, 2 ** -100 to 2 ** 100, which gets no gradient; default
+            head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice,
             else "none".
@@ -56,7 +57,8 @@ def fused_rope_attention(
         TypeError, ValueError: a dtype, shape, device, stride or keyword is not as stated above, or
             implementation="triton" where the kernel cannot run.
         NotImplementedError: forward-mode differentiation.
-        RuntimeError: a derivative by torch.func, which PyTorch refuses.
+        RuntimeError: a derivative by torch.func or, with is_grads_batched, of many results at once,
+            which PyTorch refuses.
 
     Differentiable in q, k, v, cos and sin in reverse mode, repeatedly: the backward pass runs
     through the reference.
@@ -147,10 +149,10 @@ def attend(
     if max_seqlen is None:
         max_seqlen = int(cu_seqlens.long().diff().max())  # hostile lengths may pass 32 bits
     if fuse == "auto":
-        fuse = auto_fuse(q.dtype, max_seqlen)
+        fuse = auto_fuse(q.dtype, q.shape[-1], max_seqlen)
     # Triton launches on the current device, which need not be the tensors'.
     if q.is_cuda and q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
+        with torch.cuda.device(q.device):  # once more, without the form, to find it out again
             return attend(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
     if fuse == "none":
         q, k = _rotate_both(q, k, cos, sin)
@@ -181,16 +183,20 @@ def _rotate_both(
     if not behind:
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
     both = q.as_strided((q.shape[0], 2 * heads, q.shape[2]), q.stride())
-    rotated = _rotate(both, cos, sin)
+    rotated = _rotate(both, cos, sin, parts=2)
     return rotated[:, :heads], rotated[:, heads:]
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [tokens, heads, head_dim] rotated, in the paired order that the attention kernels read."""
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """x [tokens, heads, head_dim] rotated, in the paired order that the attention kernels read.
+
+    parts: how many of Q and K its heads are.
+    """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     tensors = x, out, cos, sin
     addresses = [x.data_ptr() for x in tensors]
-    call = rotate_call(form_of(tensors), are_aligned(addresses), launch_source(x.device.index))
+    source = launch_source(x.device.index)
+    call = rotate_call(form_of(tensors), are_aligned(addresses), source, parts)
     run(call, tensors, addresses)
     return out
 

@@ -58,7 +58,7 @@ def attention_call(
     aligned, angle_unit, strides = _in_units(rows, cos, at_16)
     segments = cu_seqlens.shape[0] - 1
     shape = x.dtype, head_dim, max_seqlen, tokens * heads
-    if aligned and max_seqlen <= window_limit(x.dtype):
+    if aligned and max_seqlen <= window_limit(x.dtype, head_dim):
         launch = find_launch("window", *shape, source)
         kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
     else:
@@ -77,12 +77,16 @@ def attention_call(
 
 
 @_remembered
-def rotate_call(form: Form, at_16: bool, source: LaunchSource) -> Call:
-    """Rotation into paired order, of the form of (x, out, cos, sin)."""
+def rotate_call(form: Form, at_16: bool, source: LaunchSource, parts: int = 1) -> Call:
+    """Rotation into paired order, of the form of (x, out, cos, sin).
+
+    parts: how many of Q and K the heads of x are.
+    """
     x, out, cos, _ = (_Tensor(*x) for x in form)
     tokens, heads, head_dim = x.shape
     aligned, angle_unit, strides = _in_units([*x.strides[:2], *out.strides[:2]], cos, at_16)
-    launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads, source, aligned)
+    rows = tokens * heads // parts
+    launch = find_launch("rotate", x.dtype, head_dim, 1, rows, source, aligned)
     programs = triton.cdiv(tokens, launch.block) * triton.cdiv(heads, launch.block_k)
     split = head_split(head_dim)
     constants = (

@@ -40,14 +40,20 @@ def head_split(head_dim: int) -> HeadSplit:
     return HeadSplit(main, max(MIN_COLUMNS, next_power_of_2(head_dim - main)))
 
 
-def window_limit(dtype: torch.dtype) -> int:
-    """The longest segment that one tile holds; longer ones go to the stream kernel."""
-    return 32 if dtype == torch.float32 else 128
+def window_limit(dtype: torch.dtype, head_dim: int) -> int:
+    """The longest segment that one tile holds; longer ones go to the stream kernel.
+
+    Tiles of 128 rows of 256 columns would not fit the 99 KB of shared memory of compute
+    capabilities 8.6, 8.9 and 12.0.
+    """
+    if dtype == torch.float32:
+        return 32
+    return 64 if sum(head_split(head_dim)) > 192 else 128
 
 
-def auto_fuse(dtype: torch.dtype, max_seqlen: int) -> str:
+def auto_fuse(dtype: torch.dtype, head_dim: int, max_seqlen: int) -> str:
     """What fuse="auto" means: "qk" where one tile holds a segment, else "none"."""
-    return "qk" if max_seqlen <= window_limit(dtype) else "none"
+    return "qk" if max_seqlen <= window_limit(dtype, head_dim) else "none"
 
 
 class LaunchSource(NamedTuple):

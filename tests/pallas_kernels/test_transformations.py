@@ -133,10 +133,12 @@ def test_inside_a_scan_and_under_remat():
     assert jnp.isfinite(jax.jit(jax.grad(loss))(qkv)).all()
 
 
-@pytest.mark.parametrize("max_seqlen", [WINDOW, STREAM])
-def test_inside_shard_map(max_seqlen):
+@pytest.mark.parametrize(
+    ("lengths", "max_seqlen"), [((5, 9), WINDOW), ((5, 9), STREAM), ((), WINDOW)]
+)
+def test_inside_shard_map(lengths, max_seqlen):
     """With JAX's check of what varies from device to device; here heads do, angles do not."""
-    case = make_case((5, 9), heads=2, head_dim=16, dtype="float32")
+    case = make_case(lengths, heads=2, head_dim=16, dtype="float32", trailing=3)
     *arrays, cu_seqlens = map(jnp.asarray, case.packed)
     attend = functools.partial(attention("auto", max_seqlen), cu_seqlens=cu_seqlens)
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
