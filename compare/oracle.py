@@ -51,7 +51,7 @@ def unfused(inputs: KernelInputs, scale: float | None = None) -> torch.Tensor:
         total = p.sum(-1).T[..., None]
         return torch.einsum("hqk,khd->qhd", p.to(dtype).float(), v) / total
 
-    # On a GPU PyTorch's default for fp32 products is true fp32, and nothing here changes it.
+    # On a GPU PyTorch's default for fp32 products is true fp32, and no code here changes it.
     return _by_segment(inputs, q, k, v.float(), scale, attend).to(dtype)
 
 

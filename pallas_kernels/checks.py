@@ -1,6 +1,5 @@
 """What the public functions accept, said in one place, and said clearly when it is not met."""
 
-import math
 from numbers import Integral
 from typing import Any
 
@@ -15,6 +14,10 @@ MAX_HEAD_DIM = 256
 # Numbers of rows are 32-bit.
 MAX_TOKENS = 2**30
 MAX_SEGMENTS = 2**22
+# What CUDA launches at once.
+MAX_PROGRAMS = 2**31 - 1
+# Of these neither the factor nor its products with logits leave fp32.
+SCALES = (2.0**-100, 2.0**100)
 
 
 def check_cu_seqlens(cu_seqlens: jax.Array, tokens: int, max_seqlen: int | None = None) -> None:
@@ -32,8 +35,7 @@ def check_cu_seqlens(cu_seqlens: jax.Array, tokens: int, max_seqlen: int | None 
             is negative, beyond tokens, below its predecessor, or ends a segment longer than
             max_seqlen, with its place.
     """
-    if not isinstance(cu_seqlens, jax.Array | np.ndarray):
-        raise TypeError(f"cu_seqlens must be a jax.Array, got {type(cu_seqlens).__name__}")
+    _check_array("cu_seqlens", cu_seqlens)
     _check_cu_seqlens_form(cu_seqlens)
     values = np.asarray(cu_seqlens).tolist()
     for i, value in enumerate(values):
@@ -71,8 +73,8 @@ def check_arguments(
             raise ValueError(f"{name} must be static, got a traced value")
     if max_seqlen is not None and (not isinstance(max_seqlen, Integral) or max_seqlen < 0):
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
-    if scale is not None and not _is_positive(scale):
-        raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
+    if scale is not None and not _is_scale(scale):
+        raise ValueError(f"scale must be from 2**-100 to 2**100 or None, got {scale!r}")
     if fuse not in FUSE:
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
     if implementation not in IMPLEMENTATIONS:
@@ -87,6 +89,9 @@ def _check_arrays(
     sin: jax.Array,
     cu_seqlens: jax.Array,
 ) -> None:
+    everything = (*arrays, cos, sin, cu_seqlens)
+    for name, x in zip((*names, "cos", "sin", "cu_seqlens"), everything, strict=True):
+        _check_array(name, x)
     first = arrays[0]
     packed = len(arrays) == 1
     form = "[tokens, 3, heads, head_dim]" if packed else "[tokens, heads, head_dim]"
@@ -107,12 +112,20 @@ def _check_arrays(
         raise ValueError(f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
     _check_angles(first, cos, sin)
     _check_cu_seqlens_form(cu_seqlens)
+    programs = (cu_seqlens.shape[0] - 1) * first.shape[-2]
+    if programs > MAX_PROGRAMS:
+        raise ValueError(f"segments x heads must be at most {MAX_PROGRAMS}, got {programs}")
 
 
-def _is_positive(scale: Any) -> bool:
-    """Whether 0 < scale < infinity; False where that cannot be told, as of a traced value."""
+def _check_array(name: str, x: Any) -> None:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be a jax.Array, got {type(x).__name__}")
+
+
+def _is_scale(scale: Any) -> bool:
+    """Whether it lies within SCALES; False where that cannot be told, as of a string."""
     try:
-        return bool(0 < scale < math.inf) and float(scale) < math.inf
+        return bool(scale >= SCALES[0]) and float(scale) <= SCALES[1]
     except (TypeError, ValueError, OverflowError):  # several values, or 10**400
         return False
 

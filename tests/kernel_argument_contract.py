@@ -61,6 +61,14 @@ WRONG_SEPARATE = {
         ValueError,
         r"v must have the shape and dtype of q, .*bfloat16, got .*float16",
     ),
+    "too many segments times heads": (
+        {
+            **dict.fromkeys("qkv", np.zeros((12, 1024, 16), BF16)),
+            "cu_seqlens": np.zeros(2**21 + 1, np.int32),
+        },
+        ValueError,
+        "segments x heads must be at most 2147483647, got 2147483648",
+    ),
 }
 WRONG_PACKED = {
     "qkv of integers": (
@@ -168,37 +176,47 @@ WRONG_IN_BOTH = {
     "scale of zero": (
         {"scale": 0.0},
         ValueError,
-        r"scale must be positive and finite or None, got 0\.0",
+        r"scale must be from 2\*\*-100 to 2\*\*100 or None, got 0\.0",
     ),
     "negative scale": (
         {"scale": -0.25},
         ValueError,
-        r"scale must be positive and finite or None, got -0\.25",
+        r"scale must be from 2\*\*-100 to 2\*\*100 or None, got -0\.25",
     ),
     "infinite scale": (
         {"scale": float("inf")},
         ValueError,
-        r"scale must be positive and finite or None, got inf",
+        r"scale must be from 2\*\*-100 to 2\*\*100 or None, got inf",
+    ),
+    "scale that is 0 in fp32": (
+        {"scale": 1e-300},
+        ValueError,
+        r"scale must be from 2\*\*-100 to 2\*\*100 or None, got 1e-300",
+    ),
+    "scale that leaves logits no room": (
+        {"scale": 2e38},
+        ValueError,
+        r"scale must be from 2\*\*-100 to 2\*\*100 or None, got 2e\+38",
     ),
     "scale beyond floats": (
         {"scale": 10**400},
         ValueError,
-        "scale must be positive and finite or None, got 1000",
+        r"scale must be from 2\*\*-100 to 2\*\*100 or None, got 1000",
     ),
     "scale that is no number": (
         {"scale": float("nan")},
         ValueError,
-        r"scale must be positive and finite or None, got nan",
+        r"scale must be from 2\*\*-100 to 2\*\*100 or None, got nan",
     ),
     "scale in words": (
         {"scale": "0.25"},
         ValueError,
-        r"scale must be positive and finite or None, got '0\.25'",
+        r"scale must be from 2\*\*-100 to 2\*\*100 or None, got '0\.25'",
     ),
     "a scale for each head": (
         {"scale": np.array([0.25, 0.5])},
         ValueError,
-        r"scale must be positive and finite or None, got \w+\(\[0\.25",
+        r"scale must be from 2\*\*-100 to 2\*\*100 or None, got \w+\(\[0\.25",
     ),
     "unknown fuse": (
         {"fuse": "k"},

@@ -1,6 +1,5 @@
 """What the public functions accept, said in one place, and said clearly when it is not met."""
 
-import math
 from numbers import Integral
 from typing import Any
 
@@ -15,6 +14,10 @@ MAX_HEAD_DIM = 256
 MAX_TOKEN_STRIDE = 2**23
 MAX_TOKENS = 2**30
 MAX_SEGMENTS = 2**22
+# What CUDA launches at once.
+MAX_PROGRAMS = 2**31 - 1
+# Of these neither the factor nor its products with logits leave fp32.
+SCALES = (2.0**-100, 2.0**100)
 
 # What a call looks at of each plain tensor: dtype, device, shape and strides.
 Form = tuple[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]], ...]
@@ -85,8 +88,8 @@ def check_arguments(
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
         raise ValueError(f"scale must be a number, as it gets no gradient, got {scale!r}")
-    if scale is not None and not _is_positive(scale):
-        raise ValueError(f"scale must be positive and finite or None, got {scale!r}")
+    if scale is not None and not _is_scale(scale):
+        raise ValueError(f"scale must be from 2**-100 to 2**100 or None, got {scale!r}")
     if fuse not in FUSE:
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
     if implementation not in IMPLEMENTATIONS:
@@ -147,6 +150,9 @@ def _check_tensors(
         )
     _check_angles(first, cos, sin)
     _check_cu_seqlens_form(cu_seqlens)
+    programs = (cu_seqlens.shape[0] - 1) * first.shape[-2]
+    if not _holds(programs <= MAX_PROGRAMS):
+        raise ValueError(f"segments x heads must be at most {MAX_PROGRAMS}, got {programs}")
     if cu_seqlens.device != first.device:
         raise ValueError(f"cu_seqlens must be on {first.device}, got {cu_seqlens.device}")
 
@@ -185,10 +191,10 @@ def _check_strides(name: str, x: torch.Tensor) -> None:
         )
 
 
-def _is_positive(scale: Any) -> bool:
-    """Whether 0 < scale < infinity; False where that cannot be told, as of a string."""
+def _is_scale(scale: Any) -> bool:
+    """Whether it lies within SCALES; False where that cannot be told, as of a string."""
     try:
-        return bool(0 < scale < math.inf) and float(scale) < math.inf
+        return bool(scale >= SCALES[0]) and float(scale) <= SCALES[1]
     except (TypeError, ValueError, RuntimeError, OverflowError):  # several values, or 10**400
         return False
 

@@ -19,16 +19,19 @@ with ThreadPoolExecutor(1) as _thread:
 def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether nobody but the caller would know of an operator's call on these tensors.
 
-    That is so where no derivative is to be recorded and nothing observes operators: no compiler,
-    trace, transform, mode, profiler, tensor subclass or tensor without memory (on "meta"). Then the
-    function behind the operator may be called directly.
+    That is so where no derivative is to be recorded, nothing observes operators (no compiler,
+    trace, transform, mode, profiler or tensor subclass), and memory holds the tensors' values, as
+    it does not on "meta" or behind a lazy negation. Then the function behind the operator may be
+    called directly.
     """
     if torch.compiler.is_compiling() or torch.autograd._profiler_enabled():
         return False
     if torch._C._is_torch_function_mode_enabled():
         return False
-    if _added_keys() | _ALWAYS_ADDED != _ALWAYS_ADDED:
+    if _added_keys() & ~_ALWAYS_ADDED:
         return False
     if {type(x) for x in tensors} != {torch.Tensor} or tensors[0].is_meta:
+        return False
+    if any(x.is_neg() for x in tensors):
         return False
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))

@@ -34,8 +34,9 @@ def rope_attention_reference(
     """Rotate, then attend segment by segment; shapes as fused_rope_attention's.
 
     Logits and softmax in fp32, probabilities cast to the dtype of v, the second product summed in
-    fp32. Tokens of no segment get 0; a value of cu_seqlens that is below an earlier one counts as
-    that one, and one outside the tensors as their nearer end. Waits for the GPU.
+    fp32; products of fp32 tensors are as exact as torch.set_float32_matmul_precision says. Tokens
+    of no segment get 0; a value of cu_seqlens that is below an earlier one counts as that one, and
+    one outside the tensors as their nearer end. Waits for the GPU.
     """
     tokens = q.shape[0]
     q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)

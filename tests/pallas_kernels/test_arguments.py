@@ -33,6 +33,16 @@ def test_numpy_arrays_are_taken():
     assert isinstance(out, jax.Array)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "cos", "sin", "cu_seqlens"])
+def test_what_is_no_array_is_refused(name):
+    names = ("q", "k", "v", "cos", "sin", "cu_seqlens")
+    arguments = dict(zip(names, CASE.separate, strict=True))
+    for wrong in (arguments[name].tolist(), None, jax.typeof(jnp.asarray(arguments[name]))):
+        message = f"{name} must be a jax.Array, got {type(wrong).__name__}"
+        with pytest.raises(TypeError, match=message):
+            pallas_kernels.fused_rope_attention(**arguments | {name: wrong}, max_seqlen=7)
+
+
 def test_cu_seqlens_of_numpy_needs_no_max_seqlen_under_jit():
     *arrays, cu_seqlens = CASE.packed
     attend = functools.partial(pallas_kernels.fused_rope_attention_qkvpacked, cu_seqlens=cu_seqlens)
@@ -61,7 +71,7 @@ def test_padding_before_the_first_segment_is_no_segment():
 
 def test_scale_is_no_array():
     scale = np.array([0.25])
-    with pytest.raises(ValueError, match="scale must be positive and finite or None, got "):
+    with pytest.raises(ValueError, match=r"scale must be from 2\*\*-100 to 2\*\*100 or None, got "):
         pallas_kernels.fused_rope_attention(*CASE.separate, max_seqlen=7, scale=scale)
 
 

@@ -114,6 +114,16 @@ def test_without_derivatives_a_plain_call_goes_unseen():
     assert found == {"nothing": [True, False], "no_grad": [True] * 2, "inference_mode": [True] * 2}
 
 
+def test_a_lazy_negation_is_no_plain_call():
+    """Memory holds the opposite of such a tensor's values."""
+    *tensors, cu_seqlens = arguments_of(packed=False)
+    options = {"max_seqlen": 16, "implementation": "triton"}
+    expected = public_function(False)(*tensors, cu_seqlens, **options)
+    for i, x in enumerate(tensors):
+        lazy = [*tensors[:i], (-x)._neg_view(), *tensors[i + 1 :]]
+        assert torch.equal(public_function(False)(*lazy, cu_seqlens, **options), expected)
+
+
 def test_it_goes_unseen_on_another_thread_than_a_mode_is_on():
     found = []
     with DispatchWitness():

@@ -83,6 +83,36 @@ def test_any_strides_are_taken(layout, max_seqlen):
         assert_accurate(to_numpy(result), case)
 
 
+def test_queries_and_keys_that_lie_as_if_packed():
+    """Rotated in one launch only where K's heads continue Q's, of one memory and with its steps."""
+    case = make_case((9, 16), head_dim=16, dtype="float32")
+    q, k, v, *rest = map(to_torch, case.separate)
+    heads = q.shape[1]
+    halves = [torch.zeros(len(q), 2 * heads, 16, device=DEVICE) for _ in range(2)]
+    halves[0][:, :heads], halves[1][:, heads:] = q, k
+    of_two_memories = halves[0][:, :heads], halves[1][:, heads:]
+
+    def behind(q_steps, k_steps):
+        """Views of one memory, K's first head one past Q's last."""
+        memory = torch.zeros(16 * (q.numel() + k.numel()), device=DEVICE)
+        offset = heads * q_steps[1]
+        views = [memory.as_strided(q.shape, q_steps), memory.as_strided(k.shape, k_steps, offset)]
+        for view, values in zip(views, (q, k), strict=True):
+            view.copy_(values)
+        return views
+
+    packed = behind((64 * heads, 16, 1), (64 * heads, 16, 1))
+    other_tokens = behind((128 * heads, 16, 1), (64 * heads, 16, 1))
+    other_heads = behind((128 * heads, 16, 1), (128 * heads, 32, 1))
+    for views in (packed, other_tokens, other_heads, of_two_memories):
+        assert torch.equal(views[0], q)
+        assert torch.equal(views[1], k)
+        out = public_function(False)(
+            *views, v, *rest, max_seqlen=16, fuse="none", implementation="triton"
+        )
+        assert_accurate(to_numpy(out), case)
+
+
 def test_heads_and_angles_may_share_memory():
     case = make_case((9, 16), heads=1)
     q, k, v, cos, sin, cu_seqlens = map(to_torch, case.separate)
