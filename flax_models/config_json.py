@@ -11,6 +11,9 @@ from flax_models.families import FAMILIES, Family
 _OPTIONAL = ("in_channels", "patch_size", "temporal_patch_size", "spatial_merge_size")
 _OPTIONAL_OF_WINDOWS = ("window_size", "fullatt_block_indexes")
 
+# By other names transformers takes these too: the `attribute_map` of its configurations.
+_ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+
 _MAX_JSON_BYTES = 1 << 26
 
 
@@ -50,8 +53,8 @@ def read_vision_values(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: no such directory or file, or the file is not a JSON object.
-        ValueError: an unknown model type, a missing value, another activation or rotation than the
-            family has.
+        ValueError: an unknown model type, a missing value, one that is stated twice and differs,
+            another activation or rotation than the family has.
     """
     whole = read_json_object(path)
     vision = whole.get("vision_config", whole)
@@ -59,7 +62,7 @@ def read_vision_values(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"'vision_config' in {path} is not a JSON object")
     model_type = _find_model_type(vision.get("model_type", whole.get("model_type")))
     family = FAMILIES[model_type]
-    vision = {**family.config_defaults, **vision}
+    vision = {**family.config_defaults, **_without_aliases(vision)}
     missing = [name for name in family.config_keys.values() if name not in vision]
     if missing:
         raise ValueError(f"it has no value for {', '.join(missing)} of the vision tower")
@@ -69,7 +72,7 @@ def read_vision_values(path: Path) -> dict[str, Any]:
     return {
         "model_type": model_type,
         **_sizes(family, vision),
-        **_rotation(vision.get("rope_parameters")),
+        **_rotation(vision),
     }
 
 
@@ -83,6 +86,17 @@ def _find_model_type(stated: Any) -> str:
         if stated in family.model_types:
             return model_type
     raise ValueError(unknown_model_type(stated))
+
+
+def _without_aliases(vision: dict[str, Any]) -> dict[str, Any]:
+    values = dict(vision)
+    for alias, name in _ALIASES.items():
+        if alias not in values:
+            continue
+        value = values.pop(alias)
+        if values.setdefault(name, value) != value:
+            raise ValueError(f"{alias} is {value!r}, but {name} is {values[name]!r}")
+    return values
 
 
 def _sizes(family: Family, vision: dict[str, Any]) -> dict[str, Any]:
@@ -99,13 +113,15 @@ def _sizes(family: Family, vision: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _rotation(parameters: Any) -> dict[str, Any]:
+def _rotation(vision: dict[str, Any]) -> dict[str, Any]:
     """The rotary settings of transformers 5; older files have none and mean the defaults."""
+    parameters = vision.get("rope_parameters")
     if parameters is None:
-        return {}
+        parameters = {}
     if not isinstance(parameters, dict):
         raise ValueError(f"rope_parameters must be a JSON object, got {parameters!r}")
     kind = parameters.get("rope_type", "axial")
     if kind not in ("axial", "default"):
         raise ValueError(f"rope_type {kind!r} is not supported; a vision tower has 'axial'")
-    return {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}
+    stated = {**vision, **parameters}  # theta by itself counts where the parameters have none
+    return {"rope_theta": stated["rope_theta"]} if "rope_theta" in stated else {}

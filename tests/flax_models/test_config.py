@@ -151,6 +151,32 @@ def test_reads_rotary_settings(tmp_path):
     assert VisionConfig.from_pretrained(tmp_path).rope_theta == 500.0
 
 
+@pytest.mark.parametrize(
+    ("rotation", "theta"),
+    [
+        ({"rope_theta": 5.0}, 5.0),
+        ({"rope_theta": 5.0, "rope_parameters": {"rope_type": "axial"}}, 5.0),
+        ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0}}, 7.0),
+        ({"rope_theta": 5.0, "rope_parameters": None}, 5.0),
+    ],
+)
+def test_theta_by_itself_counts_where_the_parameters_have_none(tmp_path, rotation, theta):
+    """As in transformers 5."""
+    write(tmp_path, PUBLISHED | {"vision_config": PUBLISHED["vision_config"] | rotation})
+    assert VisionConfig.from_pretrained(tmp_path).rope_theta == theta
+
+
+@pytest.mark.parametrize("published", [PUBLISHED, PUBLISHED_QWEN2, PUBLISHED_QWEN3])
+def test_reads_the_other_names_that_transformers_takes(tmp_path, published):
+    vision = dict(published["vision_config"])
+    del vision["num_heads"], vision["depth"]
+    vision |= {"num_attention_heads": 8, "num_hidden_layers": 32}
+    config = VisionConfig.from_pretrained(
+        write(tmp_path, published | {"vision_config": vision | {"num_heads": 8}})
+    )
+    assert (config.num_heads, config.depth) == (8, 32)
+
+
 def test_reads_what_hugging_face_saves(hf_model, hf_checkpoints):
     theirs = hf_model.config.vision_config
     for directory in (hf_checkpoints.tower, hf_checkpoints.whole, hf_checkpoints.sharded):
@@ -316,6 +342,10 @@ def test_what_files_leave_out_is_transformers_default(model_type):
         (
             {"vision_config": PUBLISHED["vision_config"] | {"rope_parameters": {"rope_type": "y"}}},
             "config.json: rope_type 'y' is not supported",
+        ),
+        (
+            {"vision_config": PUBLISHED["vision_config"] | {"num_attention_heads": 8}},
+            "config.json: num_attention_heads is 8, but num_heads is 16",
         ),
         (
             {"vision_config": PUBLISHED["vision_config"] | {"rope_parameters": 3}},
