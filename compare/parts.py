@@ -163,9 +163,11 @@ def run_everything(options: Namespace) -> int:
 
 def _check_agreement(path: Path | None, directory: Path | None) -> int:
     file = _result_file("agreement", path, directory)
+    from compare import photographs
     from compare.agreement import check_kernels
     from compare.tower_agreement import check_towers
 
+    photographs.photographs()  # refused now, where they are not installed, not after the kernels
     records = [*check_kernels(), *check_towers()]
     file.save(records)
     outcomes = [record.passed for record in records if record.passed is not None]

@@ -87,13 +87,9 @@ def check_trust(
     traffic, config = trust_server.ON_CPU, SMALL_TOWERS["tower"]
     if has_gpu():
         traffic, config = trust_server.ON_GPU, SERVER_CONFIG
-    with tempfile.TemporaryDirectory() as directory:
-        towers = our_towers() if towers is None else towers
-        if towers:
-            huggingface.random_checkpoint(directory, config)
-        for tower in towers:
-            records.append(_server_record(tower, directory, config, traffic, seconds))
-            free_memory()
+    for tower in our_towers() if towers is None else towers:
+        records.append(_server_record(tower, config, traffic, seconds))
+        free_memory()
     _print(records)
     return records
 
@@ -110,15 +106,13 @@ def _kernel_record(check: Check, subject: Subject, sizes: Sizes) -> Record:
 
 
 def _server_record(
-    implementation: TowerImplementation,
-    directory: str,
-    config: VisionConfig,
-    traffic: Traffic,
-    seconds: float,
+    implementation: TowerImplementation, config: VisionConfig, traffic: Traffic, seconds: float
 ) -> Record:
     tried = f"calls of {traffic.requests} random sizes from {traffic.threads} threads"
     try:
-        tower = implementation.load(directory)
+        with tempfile.TemporaryDirectory() as directory:
+            huggingface.random_checkpoint(directory, config)
+            tower = implementation.load(directory)
         life = trust_server.live(tower, config, traffic, seconds)
     except Exception as error:  # a tower that fails is a finding: the other still counts
         return _record(SERVER, implementation.name, tried, 0, [one_line(error)])

@@ -29,9 +29,10 @@ def without_gpu(monkeypatch):
 def agreement(monkeypatch):
     """Stand-ins for the checks; the test says what they find."""
     from compare import agreement as kernels
-    from compare import tower_agreement
+    from compare import photographs, tower_agreement
 
     found = {"kernels": [], "towers": []}
+    monkeypatch.setattr(photographs, "photographs", list)
     monkeypatch.setattr(kernels, "check_kernels", lambda: found["kernels"])
     monkeypatch.setattr(tower_agreement, "check_towers", lambda: found["towers"])
     return found
@@ -107,6 +108,13 @@ def test_disagreement_is_status_1_and_still_written(agreement, part, tmp_path, c
     assert cli.main(["agreement", "--json", str(path)]) == parts.DISAGREES
     assert "Agreement FAILED: 1 of" in capsys.readouterr().out
     assert path.is_file()
+
+
+def test_agreement_without_photographs_is_refused_first(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr("compare.agreement.check_kernels", lambda: pytest.fail("checked"))
+    assert cli.main(["agreement"]) == parts.BAD_INPUT
+    assert "the photographs come with scikit-learn" in sentence(capsys)
 
 
 def test_without_a_gpu_the_main_job_is_agreement(without_gpu, agreement, tmp_path, capsys):

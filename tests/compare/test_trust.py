@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("jax")
 pytest.importorskip("transformers")
 
-from compare import guards, trust, trust_inputs, trust_server
+from compare import guards, huggingface, trust, trust_inputs, trust_server
 from compare.arrays import torch_arguments
 from compare.check_tables import trust_table
 from compare.towers import our_towers
@@ -308,6 +308,20 @@ def test_the_table_tells_cases_and_findings():
     assert "| anything | triton 1,234, pallas 10 | nothing wrong; **pallas: 2 findings**" in table
     assert "row 3 is NaN" in table
     assert "| torch 9 | torch: nothing wrong, memory +3 MiB on the host and +0 on" in table
+
+
+def test_without_a_checkpoint_for_the_towers_what_kernels_did_is_kept(monkeypatch):
+    def fail(directory, config):
+        raise OSError("no space left on the device")
+
+    monkeypatch.setattr(huggingface, "random_checkpoint", fail)
+    monkeypatch.setattr(trust_inputs, "ON_CPU", SIZES)
+    monkeypatch.setattr(trust_inputs, "ON_GPU", SIZES)
+    records = trust.check_trust(
+        seconds=1, checks=[CHECKS["place"]], subjects=[Right()], towers=our_towers()[:1]
+    )
+    assert [record.passed for record in records] == [True, False]
+    assert records[1].note == "OSError: no space left on the device"
 
 
 @pytest.mark.gpu
