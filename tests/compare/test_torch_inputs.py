@@ -84,6 +84,18 @@ def test_a_layout_does_not_come_to_a_gpu_in_what_a_caller_records(monkeypatch):
     assert on_cpu.window_order.device.type == "cpu"
 
 
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
+def test_kernels_are_compiled_for_one_alignment_of_a_layouts_arrays(grid):
+    """Triton compiles anew for a pointer that is no multiple of 16 bytes."""
+    layout = plan_layout(SMALL_TOWERS["head_dim_16"], grid)
+    flat = torch_inputs.layout_on_device(layout, torch.device("cpu"))
+    arrays = torch_inputs.layout_arrays(layout)
+    views = vars(torch_inputs.unflatten(layout, flat))
+    for name, array in arrays.items():
+        assert views[name].storage_offset() * flat.element_size() % 16 == 0
+        assert views[name].tolist() == array.tolist()
+
+
 @pytest.mark.parametrize("recording", [False, True])
 def test_what_a_caller_records_is_not_uploaded_beside_it(monkeypatch, recording):
     config = SMALL_TOWERS["head_dim_16"]

@@ -44,6 +44,12 @@ def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
             assert (record.median_us is None) == bool(record.note)
 
 
+def test_workloads_go_from_small_to_large(benchmark_on_cpu):
+    """JAX's peak memory only grows: a small call behind a large one would be said to take its."""
+    records, _ = tower_bench.bench_towers([square(112), square(56), square(84)], [])
+    assert [record.workload for record in records] == ["tower-56", "tower-84", "tower-112"]
+
+
 def test_the_accelerated_tower_is_timed_beside_hugging_faces(benchmark_on_cpu, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(compile_without_code))
     measured = [*towers.accelerated_towers(), *towers.peer_towers()]

@@ -17,6 +17,7 @@ from compare.metrics import relative_rms_error
 from compare.tower_agreement import check_towers
 from compare.towers import HuggingFaceTower, TowerImplementation
 from flax_models import ImageConfig, preprocess
+from flax_models.checkpoint import read_checkpoint
 from tests.compare.small_towers import CONFIG, QWEN3, TOWERS, failing_once, implementation
 from tests.compare.test_peers import naive_varlen
 
@@ -37,6 +38,16 @@ def checkpoint(tmp_path_factory, config):
 def inputs(config):
     pixels = np.random.default_rng(0).integers(0, 256, (140, 196, 3), dtype=np.uint8)
     return preprocess([pixels], replace(ImageConfig.of(config), min_pixels=1))
+
+
+def test_a_random_checkpoints_attention_is_not_uniform(config, checkpoint):
+    """Or a wrong rotation would change little: its gain is what spreads a query's logits."""
+    tensors = read_checkpoint(config, checkpoint)
+    for block in range(config.depth):
+        q, k, v = np.split(tensors[f"blocks.{block}.attn.qkv.weight"].astype(np.float32), 3)
+        assert q.std() / v.std() == pytest.approx(1.5, rel=0.1)
+        assert k.std() / v.std() == pytest.approx(1.5, rel=0.1)
+        assert v.std() == pytest.approx(config.hidden_size**-0.5, rel=0.1)
 
 
 @pytest.fixture

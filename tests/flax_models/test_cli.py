@@ -118,9 +118,17 @@ def test_names_that_the_terminal_cannot_show(run, tmp_path, monkeypatch, name):
     assert (tmp_path / name).is_file()
 
 
-def test_batches_change_nothing(run, tmp_path):
+def test_batches_change_nothing_but_the_number_of_calls(run, tmp_path, monkeypatch):
+    calls, call = [], flax_models.VisionTower.__call__
+
+    def counted(tower, pixel_values, grid_thw):
+        calls.append(len(grid_thw))
+        return call(tower, pixel_values, grid_thw)
+
+    monkeypatch.setattr(flax_models.VisionTower, "__call__", counted)
     run("--dtype", "float32", out="together.npz")
     run("--dtype", "float32", "--batch-tokens", "1", out="alone.npz")
+    assert calls == [3, 1, 1, 1]
     together, alone = read(tmp_path / "together.npz")[0], read(tmp_path / "alone.npz")[0]
     assert together.keys() == alone.keys()
     for name, array in together.items():

@@ -1,6 +1,7 @@
 """Patches of the host on their way to the Flax tower: each call reads its own."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +34,19 @@ def test_free_memory_of_numpy_parameters_is_not_known(tmp_path):
     tower = load_vision_tower(write_checkpoint(tmp_path, SMALL_TOWERS["head_dim_16"]))
     nnx.update(tower, jax.tree.map(np.asarray, nnx.state(tower)))
     assert free_memory(tower.patch_embed.proj.weight) is None
+
+
+@pytest.mark.parametrize(
+    ("statistics", "free"),
+    [({"bytes_limit": 100, "bytes_in_use": 30}, 70), ({"bytes_in_use": 30}, None), (None, None)],
+)
+def test_free_memory_is_what_the_device_has_and_does_not_use(monkeypatch, statistics, free):
+    class Array:
+        def devices(self):
+            return [SimpleNamespace(memory_stats=lambda: statistics)]
+
+    monkeypatch.setattr(jax, "Array", Array)
+    assert free_memory(SimpleNamespace(get_raw_value=Array)) == free
 
 
 @pytest.mark.gpu

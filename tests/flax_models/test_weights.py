@@ -39,6 +39,16 @@ def test_the_padded_mlp_computes_the_same(config):
         assert not weight[:, width:].any()
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32], ids=str)
+@pytest.mark.parametrize("config", LATE, indirect=True)
+def test_the_channel_of_biases_is_1_in_every_dtype(config, dtype):
+    """To the bit: what it multiplies, the biases of attention and MLP, are not scaled."""
+    weights = tower_weights(config, random_tensors(config), dtype)
+    bias = weights["blocks.0.mlp.bias"].reshape(2, -1)[:, config.intermediate_size]
+    gate, up = bias.astype(np.float32)
+    assert gate / (1 + np.exp(-gate)) * up == 1
+
+
 @pytest.mark.parametrize("config", LATE, indirect=True)
 def test_a_late_norm_computes_the_same(config):
     """From the stream behind each attention, without its bias, to that behind the MLP, in fp64."""
