@@ -100,6 +100,7 @@ class KernelContract:
             (80, 70, "q", WINDOW, "float32"),  # 80 = 64 + 16: ends in the second part
             (128, 2, "qk", STREAM, "float32"),
             (80, 70, "q", STREAM, "bfloat16"),
+            (80, 70, "qk", WINDOW, "bfloat16"),
         ],
     )
     def test_partial_rotation(self, head_dim, rotary_dim, fuse, max_seqlen, dtype):

@@ -160,7 +160,7 @@ def rotary_tile(x, cos, sin, ROTATE: tl.constexpr):
     """A tile of Q or K in paired order, rotated."""
     if ROTATE:
         y1, y2 = rotate_pairs(x, cos, sin)
-        dtype = x[0].dtype
-        return tl.interleave(cast(y1, dtype), cast(y2, dtype))
+        # Rounded last: of joined tiles Triton 3.6 makes no product where rotary_dim / 2 is odd.
+        return cast(tl.interleave(y1, y2), x[0].dtype)
     else:
         return x

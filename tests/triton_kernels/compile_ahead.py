@@ -88,6 +88,7 @@ def every_variant(arch: int) -> list[Variant]:
         Variant(arch, head_dim=256, max_seqlen=STREAM),
         Variant(arch, max_seqlen=16, rotary_dim=40),
         Variant(arch, rotary_dim=20),
+        Variant(arch, rotary_dim=70),  # half of it is odd
         Variant(arch, max_seqlen=32),
         Variant(arch, max_seqlen=128),
         Variant(arch, head_dim=128, max_seqlen=128),
