@@ -126,7 +126,8 @@ def test_a_tower_that_leaves_the_gpu_records_no_more(config, tower, directory):
     ours.graphs = GraphCache()  # as it is after to("cpu")
     grid = GRIDS["clip"]
     patches = random_patches(config, grid)
-    np.testing.assert_array_equal(rows(ours, patches, grid), rows(tower, patches, grid))
+    expected = rows(tower, patches, grid)  # on a GPU, where there is one
+    assert relative_error(rows(ours, patches, grid), expected) < FP32_TOLERANCE
     assert len(ours.graphs) == 0
 
 

@@ -40,14 +40,17 @@ def inputs(config):
     return preprocess([pixels], replace(ImageConfig.of(config), min_pixels=1))
 
 
-def test_a_random_checkpoints_attention_is_not_uniform(config, checkpoint):
+@pytest.mark.parametrize("name", tower_agreement.SMALL_TOWERS)
+def test_a_random_checkpoints_attention_is_not_uniform(name, tmp_path):
     """Or a wrong rotation would change little: its gain is what spreads a query's logits."""
-    tensors = read_checkpoint(config, checkpoint)
+    config = tower_agreement.SMALL_TOWERS[name]
+    huggingface.random_checkpoint(tmp_path, config)
+    tensors = read_checkpoint(config, tmp_path)
     for block in range(config.depth):
         q, k, v = np.split(tensors[f"blocks.{block}.attn.qkv.weight"].astype(np.float32), 3)
-        assert q.std() / v.std() == pytest.approx(1.5, rel=0.1)
-        assert k.std() / v.std() == pytest.approx(1.5, rel=0.1)
-        assert v.std() == pytest.approx(config.hidden_size**-0.5, rel=0.1)
+        assert q.std() / v.std() == pytest.approx(1.5, rel=0.05)
+        assert k.std() / v.std() == pytest.approx(1.5, rel=0.05)
+        assert v.std() == pytest.approx(config.hidden_size**-0.5, rel=0.05)
 
 
 @pytest.fixture
