@@ -130,11 +130,18 @@ def _quick_gelu(x: jax.Array) -> jax.Array:
     return (wide * jax.nn.sigmoid(1.702 * wide)).astype(x.dtype)
 
 
-_ACTIVATIONS = {
-    "quick_gelu": _quick_gelu,
-    # In x's own dtype: XLA hands it to cuBLAS with the product and the bias only in this form.
-    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
-}
+def _gelu(x: jax.Array) -> jax.Array:
+    gelu = partial(jax.nn.gelu, approximate=True)
+    return jax.lax.platform_dependent(
+        x,
+        # In x's own dtype: XLA hands it to cuBLAS with the product and the bias only in this form.
+        cuda=gelu,
+        # It would round after every operation there.
+        default=lambda x: gelu(x.astype(jnp.float32)).astype(x.dtype),
+    )
+
+
+_ACTIVATIONS = {"quick_gelu": _quick_gelu, "gelu_pytorch_tanh": _gelu}
 
 
 class MLP(nnx.Module):
