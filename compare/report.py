@@ -39,13 +39,14 @@ _METHODS = {
     "fusion": "Rows: framework and head_dim; columns: tokens of a segment, of about 9,216 in all. "
     'Clocks as in the kernels\' tables. In the chart a ring marks where "qk" begins to take longer '
     'than "none", the grey line the longest segment for which "auto" takes it.',
-    "towers": "Wall time of whole calls, inputs on the GPU, each waited for; of calls in a row "
-    "only the last is. The first call of a size, which compiles and plans, stands by itself. "
-    "Floor: all products at the matrix rate and the windows' bytes at the copy bandwidth. In "
-    f"brackets: share of the floor, or times as long as ours of the same framework. {_SPREAD}",
-    "integration": "Wall time of whole calls and floor as for the towers. `accelerate(model)` as "
-    "it is, and with every block compiled by torch.compile. In brackets: share of the floor, or "
-    f"times as long as accelerated. {_SPREAD}",
+    "towers": "Random weights at the published sizes. Wall time of whole calls, inputs on the GPU, "
+    "each waited for; of calls in a row only the last is. The first call of a size, which compiles "
+    "and plans, stands by itself. Floor: all products at the matrix rate and the windows' bytes at "
+    "the copy bandwidth. In brackets: share of the floor, or times as long as ours of the same "
+    f"framework. {_SPREAD}",
+    "integration": "Weights, wall time of whole calls and floor as for the towers. "
+    "`accelerate(model)` as it is, and with every block compiled by torch.compile. In brackets: "
+    f"share of the floor, or times as long as accelerated. {_SPREAD}",
 }
 _ROTATIONS = ' In the chart "rope + ..." is the faster of the rotations before that attention.'
 # What has to be known of one family alone.

@@ -11,7 +11,7 @@ import os
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from compare import environment
 from compare.errors import InputError, UnavailableError, one_line
@@ -105,6 +105,13 @@ class Record:
         values = {name: _finite(value) for name, value in asdict(self).items()}
         details = values.pop("details")
         return {k: v for k, v in values.items() if v is not None or k in _ALWAYS_WRITTEN} | details
+
+
+_FIELDS = {
+    name: kind | int if kind == float | None else kind  # JSON has one kind of number
+    for name, kind in get_type_hints(Record).items()
+    if name != "details"  # are written beside the others
+}
 
 
 @dataclass(frozen=True)
@@ -214,7 +221,8 @@ def read(path: Path) -> Results:
     found = Results(**({"part": path.stem} | known))
     wanted = _ALWAYS_WRITTEN | _OF_PART.get(found.part, {})
     for record in found.records:
-        if missing := _missing(record, wanted):
+        stated = {name: record.get(name) for name in _FIELDS} if isinstance(record, dict) else {}
+        if missing := _missing(record, wanted) or _missing(stated, _FIELDS):
             raise InputError(f"{path} is no result file: a record lacks a valid {missing}")
     return found
 

@@ -149,12 +149,13 @@ def _values(settings: dict[str, Any]) -> dict[str, Any]:
     values = {
         field.name: stated[field.name] for field in fields(ImageConfig) if field.name in stated
     }
-    if "size" not in stated or _LIMITS.keys() <= values.keys():
+    edges = {name: edge for name, edge in _LIMITS.items() if name not in values}
+    if "size" not in stated or not edges:
         return values
     size = stated["size"]
-    if not isinstance(size, dict) or any(size.get(edge) is None for edge in _LIMITS.values()):
-        raise ValueError(f"size must have {' and '.join(_LIMITS.values())}, got {size!r}")
-    return {name: size[edge] for name, edge in _LIMITS.items()} | values
+    if not isinstance(size, dict) or any(size.get(edge) is None for edge in edges.values()):
+        raise ValueError(f"size must have {' and '.join(edges.values())}, got {size!r}")
+    return values | {name: size[edge] for name, edge in edges.items()}
 
 
 def _are_channels(value: Any) -> bool:

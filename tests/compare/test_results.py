@@ -83,6 +83,8 @@ RECORD = (
         (with_records('[{"workload": "w"}]'), "a record lacks a valid implementation, median_us"),
         (with_records("[1]"), "is no result file: a record lacks a valid workload"),
         (with_records(RECORD.replace("null", '"fast"', 1)), "a record lacks a valid median_us$"),
+        (with_records(RECORD.replace("}", ', "row_us": "fast"}')), "lacks a valid row_us$"),
+        (with_records(RECORD.replace("}", ', "layer": 1.5}')), "lacks a valid layer$"),
     ],
 )
 def test_unreadable_files(tmp_path, content, message):
