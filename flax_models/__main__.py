@@ -53,15 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         image_config = _image_config(options)
         arrays = _encode_images(tower, image_config, options)
         _write(options.out, arrays, [str(path) for path in options.images])
+        tokens = sum(len(rows) for name, rows in arrays.items() if name.startswith("embeddings_"))
+        images = f"{len(options.images)} image" + "s" * (len(options.images) > 1)
+        print(f"wrote {tokens:,} embeddings of {images} to {options.out}", flush=True)
     except (ValueError, OSError, ImportError, MemoryError) as error:
         return _refuse(parser.prog, str(error) or "out of memory")
     except RuntimeError as error:
         if not str(error).startswith("RESOURCE_EXHAUSTED"):  # XLA: a device's memory is used up
             raise
         return _refuse(parser.prog, str(error).splitlines()[0])
-    tokens = sum(len(rows) for name, rows in arrays.items() if name.startswith("embeddings_"))
-    images = f"{len(options.images)} image" + "s" * (len(options.images) > 1)
-    print(f"wrote {tokens:,} embeddings of {images} to {options.out}")
     return 0
 
 

@@ -49,8 +49,9 @@ def preprocess(
     images in Pillow's mode RGBa, which no file opens in. Its torchvision backend, which also
     prepares videos, differs in the last bit, and where a frame is resized by a few of 255 grey
     levels, beside sharp edges by ten and more. Hugging Face's processors of videos have other
-    limits, and Qwen3-VL's divides them among the frames; here they are each frame's own. What is transparent is laid over white; transformers 5.17 and older, and
-    the function by which 5.23 loads files, show the colours beneath instead.
+    limits, and Qwen3-VL's divides them among the frames; here they are each frame's own. What is
+    transparent is laid over white; transformers 5.17 and older, and the function by which 5.23
+    loads files, show the colours beneath instead.
 
     Args:
         images: a list of images and clips, or a single one. An image is a PIL image of at most 8

@@ -108,6 +108,16 @@ def test_without_standard_error(run, tmp_path, monkeypatch):
     assert len(read(tmp_path / "out.npz")[1]) == 3
 
 
+def test_what_cannot_be_printed_is_no_traceback(run, tmp_path, monkeypatch):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError("no space left on device")  # as of > /dev/full
+
+    monkeypatch.setattr("sys.stdout", Full())
+    status, _, stderr = run()
+    assert (status, stderr) == (2, "python -m flax_models: error: no space left on device\n")
+
+
 @pytest.mark.parametrize("name", ["写真.npz", "caf\udce9.npz"], ids=ascii)
 def test_names_that_the_terminal_cannot_show(run, tmp_path, monkeypatch, name):
     shown = io.BytesIO()
