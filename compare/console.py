@@ -28,9 +28,10 @@ def say(text: str) -> None:
 def progress(items: Sequence[Item], description: str) -> Iterator[Item]:
     """Go through items with a progress bar on standard error; in a log, with one line."""
     bar = Console(stderr=True)
-    if not bar.is_terminal:
+    bar.quiet = not bar.is_terminal  # before 14.3 rich ends a line even where the bar is disabled
+    if bar.quiet:
         say(f"{description}: {len(items)} steps")
-    yield from track(items, description, console=bar, transient=True, disable=not bar.is_terminal)
+    yield from track(items, description, console=bar, transient=True, disable=bar.quiet)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

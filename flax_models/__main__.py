@@ -167,10 +167,11 @@ def _encode_images(
         TimeElapsedColumn(),
     )
     console = Console(stderr=True)
+    console.quiet = not console.is_terminal  # before 14.3 rich ends a line of a disabled bar too
     embeddings: list[np.ndarray] = []
     deepstack: list[np.ndarray] = []
     grids = []
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, disable=console.quiet) as progress:
         task = progress.add_task("", total=len(options.images))
         for pixel_values, grid_thw in _batches(image_config, options):
             result = tower(pixel_values, grid_thw)

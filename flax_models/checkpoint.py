@@ -235,6 +235,7 @@ def _progress_bar(total_bytes: int, visible: bool | None) -> Iterator[Progress]:
     columns = (TextColumn("reading weights"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     shown = console.is_terminal if visible is None else visible
+    console.quiet = not shown  # before 14.3 rich ends a line even where the bar is disabled
     with Progress(*columns, console=console, disable=not shown) as bar:
         bar.add_task("", total=total_bytes)
         yield bar
