@@ -125,8 +125,7 @@ def _check_array(name: str, x: Any) -> None:
 def _is_scale(scale: Any) -> bool:
     """Whether it lies within SCALES; False where that cannot be told, as of a string."""
     try:
-        is_array = getattr(scale, "ndim", 0)  # which NumPy 2.2 makes a number if it holds one
-        return not is_array and bool(scale >= SCALES[0]) and float(scale) <= SCALES[1]
+        return bool(scale >= SCALES[0]) and float(scale) <= SCALES[1]
     except (TypeError, ValueError, OverflowError):  # several values, or 10**400
         return False
 
