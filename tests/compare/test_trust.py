@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import mmap
 import threading
 
 import numpy as np
@@ -247,7 +248,9 @@ def test_a_leak_is_found():
     held = []
 
     def leak(pixel_values, grid_thw):
-        held.append(np.ones(1 << 16))  # half a MiB
+        # Half a MiB of the system's own: the process may have had more from earlier tests.
+        held.append(mmap.mmap(-1, 1 << 19))
+        held[-1].write(bytes(1 << 19))
         return 2 * pixel_values
 
     assert any(f.startswith("host memory grew by") for f in live(leak).findings)
