@@ -107,6 +107,24 @@ class KernelContract:
         case = make_case(LENGTHS, head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype)
         assert_accurate(self.attention(case, max_seqlen=max_seqlen, fuse=fuse), case)
 
+    @both_kernels
+    @given(
+        head_dim=st.integers(1, 32).map(lambda eighths: 8 * eighths),
+        pairs=st.none() | st.integers(1, 128),
+        dtype=st.sampled_from(("bfloat16", "float16")),
+        fuse=st.sampled_from(("auto", "qk", "q", "none")),
+        heads=st.integers(1, 3),
+        length=st.integers(1, WINDOW),
+    )
+    @settings(max_examples=examples(8))
+    def test_any_shape(self, max_seqlen, head_dim, pairs, dtype, fuse, heads, length):
+        rotary_dim = None if pairs is None else 2 * min(pairs, head_dim // 2)
+        case = make_case(
+            (length, 0, 7), head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype, heads=heads,
+            trailing=2,
+        )  # fmt: skip
+        assert_accurate(self.attention(case, max_seqlen=max_seqlen, fuse=fuse), case)
+
     def test_max_seqlen_may_be_any_integer(self):
         case = make_case(LENGTHS, trailing=3)
         assert_same_bits(
