@@ -41,6 +41,9 @@ _DTYPES = ("bfloat16", "float16", "float32")
 class VisionTower(nnx.Module):
     """A vision tower; `load_vision_tower` makes one that holds a checkpoint's weights.
 
+    Parameters are as `tower_weights` rearranges a checkpoint's, padding included. To train all of
+    them is to leave the published architecture, and of Qwen2.5-VL's MLPs a channel has to stay 1.
+
     Attributes:
         config: the tower's configuration.
         dtype: of parameters, activations and embeddings.
