@@ -103,6 +103,11 @@ def every_variant(arch: int) -> list[Variant]:
         Variant(arch, max_seqlen=STREAM, fuse="q"),
         Variant(arch, max_seqlen=STREAM, fuse="qk"),
         Variant(arch, offset=1),
+        # Of more registers than there are: without a bound ptxas may leave a thread 32.
+        Variant(arch, head_dim=120, rotary_dim=90),
+        Variant(arch, head_dim=168, dtype="float16", max_seqlen=512, fuse="qk", rotary_dim=42),
+        Variant(arch, head_dim=208, dtype="float32", max_seqlen=STREAM, fuse="qk"),
+        Variant(arch, head_dim=256, offset=1),
     ]
 
 
