@@ -48,13 +48,16 @@ _METHODS = {
     "`accelerate(model)` as it is, and with every block compiled by torch.compile. In brackets: "
     f"share of the floor, or times as long as accelerated. {_SPREAD}",
 }
-_ROTATIONS = ' In the chart "rope + ..." is the faster of the rotations before that attention.'
+_ROTATIONS = 'In the chart "rope + ..." is the faster of the rotations before that attention.'
 # What has to be known of one family alone.
 _REMARKS = {
     "windows": _ROTATIONS,
     "frames": _ROTATIONS,
-    "rotate": ' Pallas\' pass is timed within a call with `fuse="none"`, whose error stands here.',
+    "rotate": 'Pallas\' pass is timed within a call with `fuse="none"`, whose error stands here.',
 }
+# What stands in the report alone: families, and tables of a tower.
+_DETAIL_FAMILIES = {"windows_other", "frames_other", "rotate"}
+_TOWER_DETAILS = (rate_table, group_table, resource_table)
 _MODELS = {
     "tower": "Qwen2.5-VL 7B",
     "qwen2-tower": "Qwen2-VL 7B",
@@ -131,15 +134,16 @@ def glance_block(directory: Path) -> str:
 def readme_block(readme: Path, directory: Path) -> str:
     """What belongs between the markers of a README: tables and charts.
 
-    The main ones of the device with the most timings; a glance at others, and a link to the report.
+    The main ones of the device with the most timings, a glance at others, and links to the report,
+    which has other shapes, errors after every layer, profiles, memory and first calls too.
 
     Raises:
         InputError: no results, or one that cannot be read.
     """
     (folder, parts), *others = read_devices(directory).items()
-    sections = [_section(folder, parts, readme.parent, full=False)]
     report = directory / REPORT
     link = f"[All of it]({_link(report, readme.parent)})" if report.is_file() else ""
+    sections = [_section(folder, parts, readme.parent, full=False), link]
     for _, measured in others:
         source = f"<sub>{_provenance(measured)}</sub>"
         sections += [f"### {_device(measured)}", glance_table(measured), link, source]
@@ -210,6 +214,8 @@ def _link(path: Path, base: Path) -> str:
 
 def _agreement(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
     yield "Agreement", None, agreement_line(measured)
+    if not full:
+        return
     for family, records in layer_families(measured).items():
         title = f"{_tower_title(family, records)}, layer by layer"
         yield title, f"{family}-layers.svg", layer_table(records)
@@ -229,16 +235,15 @@ def _fusion(measured: Results, full: bool) -> Iterator[tuple[str, str | None, st
 
 
 def _timings(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
+    method = _METHODS[measured.part]  # told once, below the first tables
     for family, workloads in families(measured).items():
+        if family in _DETAIL_FAMILIES and not full:
+            continue
         texts = [timing_table(measured, workloads)]
-        if measured.part == "kernels":
-            texts.append(ratio_table(measured, workloads))
-        else:
-            texts.append(row_table(measured, workloads))
-            texts.append(rate_table(measured, workloads))
-            texts.append(group_table(measured, workloads))
-            texts.append(resource_table(measured, workloads))
-        texts.append(_METHODS[measured.part] + _REMARKS.get(family, ""))
+        tables = (ratio_table,) if measured.part == "kernels" else (row_table, *_TOWER_DETAILS)
+        texts += [t(measured, workloads) for t in tables if full or t not in _TOWER_DETAILS]
+        texts.append(f"{method} {_REMARKS.get(family, '')}".strip())
+        method = ""
         yield _title(family), f"{family}.svg", "\n\n".join(filter(None, texts))
 
 

@@ -259,6 +259,22 @@ def test_a_readme_has_one_devices_tables_and_a_glance_at_others(directory, tmp_p
     assert "Another" not in report.glance_block(directory)
 
 
+def test_details_stand_in_the_report_alone(directory, tmp_path):
+    kernels = results.read(directory / "imaginary-gpu" / "kernels.json")
+    other = Record("windows_other-1344-head72", "triton", median_us=5.0, framework="torch")
+    records = [*kernels.records, other.to_json()]
+    results.write(replace(kernels, records=records), directory / "imaginary-gpu" / "kernels.json")
+    whole = report.write_report(directory, directory / report.REPORT).read_text()
+    block = report.readme_block(tmp_path / "README.md", directory)
+    details = "Windowed attention, other shapes", "layer by layer", "| first call, peak memory |"
+    for detail in details:
+        assert detail in whole, detail
+        assert detail not in block, detail
+    for text in (whole, block):
+        assert "| calls in a row |" in text
+        assert text.count("Inputs rotate past the L2 cache.") == 1
+
+
 def test_a_glance_at_results_that_are_missing():
     record = Record("windows-448", "triton", median_us=5.0, framework="torch")
     lines = glance_table({"kernels": synthetic.as_results("kernels", [record])}).splitlines()
