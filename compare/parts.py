@@ -135,7 +135,7 @@ def run_report(options: Namespace) -> int:
     out = write_report(directory, options.out or directory / REPORT)
     say(f"Wrote {out}")
     if options.readme is not None:
-        update_readme(options.readme, directory)
+        update_readme(options.readme, directory, out)
         say(f"Renewed the results in {options.readme}")
     return AGREES
 

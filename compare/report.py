@@ -96,8 +96,13 @@ def write_report(directory: Path, out: Path) -> Path:
     return out
 
 
-def update_readme(readme: Path, directory: Path) -> None:
+def update_readme(readme: Path, directory: Path, report: Path) -> None:
     """Renew what stands between the markers of a README: results, and at its top a glance at them.
+
+    Args:
+        readme: the file to renew.
+        directory: as of `write_report`.
+        report: what that wrote, to link it.
 
     Raises:
         InputError: the README cannot be read or lacks the results' markers, or there are none.
@@ -108,7 +113,7 @@ def update_readme(readme: Path, directory: Path) -> None:
         raise InputError(
             f"cannot read {readme}: {getattr(error, 'strerror', None) or error}"
         ) from None
-    renewed = _renewed(text, BEGIN, END, readme_block(readme, directory))
+    renewed = _renewed(text, BEGIN, END, readme_block(readme, directory, report))
     if renewed is None:
         raise InputError(f"{readme} has no {BEGIN} followed by {END}")
     glance = _renewed(renewed, GLANCE_BEGIN, GLANCE_END, glance_block(directory))
@@ -131,7 +136,7 @@ def glance_block(directory: Path) -> str:
     return glance_table(next(iter(read_devices(directory).values())))
 
 
-def readme_block(readme: Path, directory: Path) -> str:
+def readme_block(readme: Path, directory: Path, report: Path) -> str:
     """What belongs between the markers of a README: tables and charts.
 
     The main ones of the device with the most timings, a glance at others, and links to the report,
@@ -141,8 +146,7 @@ def readme_block(readme: Path, directory: Path) -> str:
         InputError: no results, or one that cannot be read.
     """
     (folder, parts), *others = read_devices(directory).items()
-    report = directory / REPORT
-    link = f"[All of it]({_link(report, readme.parent)})" if report.is_file() else ""
+    link = f"[All of it]({_link(report, readme.parent)})"
     sections = [_section(folder, parts, readme.parent, full=False), link]
     for _, measured in others:
         source = f"<sub>{_provenance(measured)}</sub>"

@@ -201,16 +201,17 @@ def test_the_largest_error_is_unknown_where_one_is():
 
 
 def test_readme_block_is_renewed_and_the_rest_kept(directory, tmp_path):
-    report.write_report(directory, directory / "report.md")
+    out = report.write_report(directory, tmp_path / "elsewhere.md")
     readme = tmp_path / "README.md"
     readme.write_text(f"above\n{report.BEGIN}\noutdated\n{report.END}\nbelow\n")
-    report.update_readme(readme, directory)
+    report.update_readme(readme, directory, out)
     once = readme.read_text()
     assert once.startswith(f"above\n{report.BEGIN}\n### {synthetic.DEVICE}")
     assert once.endswith(f"{report.END}\nbelow\n")
     assert "outdated" not in once
     assert "(results/imaginary-gpu/windows.svg)" in once
-    report.update_readme(readme, directory)
+    assert "[All of it](elsewhere.md)" in once
+    report.update_readme(readme, directory, out)
     assert readme.read_text() == once
 
 
@@ -231,7 +232,7 @@ def test_a_glance_at_the_results(directory, tmp_path):
     readme = tmp_path / "README.md"
     glance = f"{report.GLANCE_BEGIN}\nold\n{report.GLANCE_END}\n"
     readme.write_text(f"{glance}{report.BEGIN}{report.END}")
-    report.update_readme(readme, directory)
+    report.update_readme(readme, directory, directory / report.REPORT)
     assert readme.read_text().startswith(glance.replace("old", "\n".join(lines)))
 
 
@@ -244,11 +245,10 @@ def test_a_readme_has_one_devices_tables_and_a_glance_at_others(directory, tmp_p
     other = replace(synthetic.as_results("kernels", [record]), device="Another GPU", note="Alone.")
     results.write(other, results.default_path("kernels", "another GPU", directory))
     readme = tmp_path / "README.md"
-    block = report.readme_block(readme, directory)
-    assert "(results/report.md)" not in block  # not written yet
-    first = report.write_report(directory, directory / report.REPORT).read_text()
+    out = report.write_report(directory, directory / report.REPORT)
+    first = out.read_text()
     assert first.index(f"## {synthetic.DEVICE}") < first.index("## Another GPU\n\n### Agreement")
-    tables, _, glance = report.readme_block(readme, directory).partition("### Another GPU\n\n")
+    tables, _, glance = report.readme_block(readme, directory, out).partition("### Another GPU\n\n")
     assert tables.startswith(f"### {synthetic.DEVICE}")
     assert "(results/imaginary-gpu/windows.svg)" in tables
     assert glance.startswith("| Another GPU, bf16 | 448 px |")
@@ -264,8 +264,9 @@ def test_details_stand_in_the_report_alone(directory, tmp_path):
     other = Record("windows_other-1344-head72", "triton", median_us=5.0, framework="torch")
     records = [*kernels.records, other.to_json()]
     results.write(replace(kernels, records=records), directory / "imaginary-gpu" / "kernels.json")
-    whole = report.write_report(directory, directory / report.REPORT).read_text()
-    block = report.readme_block(tmp_path / "README.md", directory)
+    out = report.write_report(directory, directory / report.REPORT)
+    whole = out.read_text()
+    block = report.readme_block(tmp_path / "README.md", directory, out)
     details = "Windowed attention, other shapes", "layer by layer", "| first call, peak memory |"
     for detail in details:
         assert detail in whole, detail
@@ -287,7 +288,7 @@ def test_a_readme_without_markers_is_left_alone(directory, tmp_path, text):
     readme = tmp_path / "README.md"
     readme.write_text(text)
     with pytest.raises(InputError, match="followed by"):
-        report.update_readme(readme, directory)
+        report.update_readme(readme, directory, directory / report.REPORT)
     assert readme.read_text() == text
 
 
@@ -446,7 +447,11 @@ def test_the_readme_shows_the_committed_results():
         pytest.skip("no results are committed yet")
     text = readme.read_text(encoding="utf-8")
     for begin, end, block in (
-        (report.BEGIN, report.END, report.readme_block(readme, committed)),
+        (
+            report.BEGIN,
+            report.END,
+            report.readme_block(readme, committed, committed / report.REPORT),
+        ),
         (report.GLANCE_BEGIN, report.GLANCE_END, report.glance_block(committed)),
     ):
         shown = text.partition(begin)[2].partition(end)[0]
