@@ -142,6 +142,9 @@ def readme_block(readme: Path, directory: Path, report: Path) -> str:
     The main ones of the device with the most timings, a glance at others, and links to the report,
     which has other shapes, errors after every layer, profiles, memory and first calls too.
 
+    Args:
+        readme, directory, report: as of `update_readme`.
+
     Raises:
         InputError: no results, or one that cannot be read.
     """
@@ -243,9 +246,11 @@ def _timings(measured: Results, full: bool) -> Iterator[tuple[str, str | None, s
     for family, workloads in families(measured).items():
         if family in _DETAIL_FAMILIES and not full:
             continue
-        texts = [timing_table(measured, workloads)]
-        tables = (ratio_table,) if measured.part == "kernels" else (row_table, *_TOWER_DETAILS)
-        texts += [t(measured, workloads) for t in tables if full or t not in _TOWER_DETAILS]
+        if measured.part == "kernels":
+            tables = (timing_table, ratio_table)
+        else:
+            tables = (timing_table, row_table, *(_TOWER_DETAILS if full else ()))
+        texts = [table(measured, workloads) for table in tables]
         texts.append(f"{method} {_REMARKS.get(family, '')}".strip())
         method = ""
         yield _title(family), f"{family}.svg", "\n\n".join(filter(None, texts))

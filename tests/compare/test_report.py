@@ -446,12 +446,9 @@ def test_the_readme_shows_the_committed_results():
     if not readme.is_file() or not list(committed.glob("*/*.json")):
         pytest.skip("no results are committed yet")
     text = readme.read_text(encoding="utf-8")
+    tables = report.readme_block(readme, committed, committed / report.REPORT)
     for begin, end, block in (
-        (
-            report.BEGIN,
-            report.END,
-            report.readme_block(readme, committed, committed / report.REPORT),
-        ),
+        (report.BEGIN, report.END, tables),
         (report.GLANCE_BEGIN, report.GLANCE_END, report.glance_block(committed)),
     ):
         shown = text.partition(begin)[2].partition(end)[0]
