@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compare.torch_gated import Biases, gated_activation, load, silu_times
 from triton_kernels.attention import runs_kernel
@@ -17,8 +18,15 @@ from triton_kernels.tiles import cast, dot
 
 # A tile has 128 rows and 128 columns of each of gate and up, for which 64 channels are multiplied
 # at a time. Programs that run at once share operands: 8 tiles of rows go through all columns.
-_LAUNCH = Launch(block=128, block_k=64, num_warps=8, num_stages=3)
+_LAUNCH = Launch(block=128, block_k=64, num_warps=8, num_stages=4)
 _GROUP = 8
+
+# Rows of what descriptors describe start at multiples of 16 bytes.
+_ALIGNMENT = 16
+_ALIGNED_WIDTH = 8
+
+# Of the interpreter, which has no multiprocessors: fewer than tiles, so that it loops too.
+_INTERPRETED_PROGRAMS = 2
 
 # Of a program of the kernel before it, which has one row.
 _NORM_WARPS = 4
@@ -60,7 +68,7 @@ def _multiply(
     implementation: str,
 ) -> torch.Tensor:
     biases = Biases(stream_bias, product_bias, bias)
-    if runs_kernel(stream.device, implementation) and _is_faster(stream):
+    if runs_kernel(stream.device, implementation) and _is_faster(stream, weight.shape[0] // 2):
         return in_one_kernel(stream, weight, biases, eps)
     product = _unnormed_product(stream, weight)
     return gated_activation(product, stream, biases, eps, implementation)
@@ -79,34 +87,53 @@ def in_one_kernel(
     Of 16-bit floating numbers.
 
     Raises:
-        ValueError: hidden is no multiple of 64.
+        ValueError: a tile does not fit: hidden is no multiple of 64, width none of 8, or there are
+            fewer than 128 tokens or columns.
     """
     (tokens, hidden), width = stream.shape, weight.shape[0] // 2
-    if hidden % _LAUNCH.block_k:
-        raise ValueError(f"hidden must be a multiple of {_LAUNCH.block_k}, got {hidden}")
-    stream, weight = stream.contiguous(), weight.contiguous()  # the kernels know no strides
+    if not _fits(tokens, hidden, width):
+        raise ValueError(
+            f"hidden must be a multiple of {_LAUNCH.block_k}, width of {_ALIGNED_WIDTH}, tokens "
+            f"and width at least {_LAUNCH.block}, got {hidden}, {width} and {tokens} tokens"
+        )
+    stream, weight = _described(stream), _described(weight.view(2, width, hidden))
     scale = stream.new_empty(tokens, dtype=torch.float32)
     out = stream.new_empty((tokens, width))
-    programs = triton.cdiv(tokens, _LAUNCH.block) * triton.cdiv(width, _LAUNCH.block)
+    block, depth = _LAUNCH.block, _LAUNCH.block_k
+    programs = _multiprocessors(stream.device.index) if stream.is_cuda else _INTERPRETED_PROGRAMS
     with torch.cuda.device_of(stream):  # Triton launches on the current device
         norm_scale_kernel[(tokens,)](
             stream, biases.stream, scale, eps, hidden, next_power_of_2(hidden),
             num_warps=_NORM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
         gated_product_kernel[(programs,)](
-            stream, weight, scale, biases.product, biases.output, out, tokens,
-            hidden, width, _LAUNCH.block, _LAUNCH.block_k, _GROUP,
+            TensorDescriptor.from_tensor(stream, [block, depth]),
+            TensorDescriptor.from_tensor(weight, [2, block, depth]),
+            scale, biases.product, biases.output,
+            TensorDescriptor.from_tensor(out, [block, block]),
+            tokens, hidden, width, block, depth, _GROUP,
             num_warps=_LAUNCH.num_warps, num_stages=_LAUNCH.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
 
-def _is_faster(stream: torch.Tensor) -> bool:
+def _fits(tokens: int, hidden: int, width: int) -> bool:
+    block, depth = _LAUNCH.block, _LAUNCH.block_k
+    return min(tokens, width) >= block and hidden % depth == 0 and width % _ALIGNED_WIDTH == 0
+
+
+def _described(x: torch.Tensor) -> torch.Tensor:
+    """A tensor that a descriptor can describe: x, or a copy."""
+    x = x.contiguous()
+    return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
+
+
+def _is_faster(stream: torch.Tensor, width: int) -> bool:
     """Whether one kernel is; measured on GPUs of compute capability 9.0."""
     tokens, hidden = stream.shape
     return (
         tokens >= _FEWEST_TOKENS
-        and hidden % _LAUNCH.block_k == 0
+        and _fits(tokens, hidden, width)
         and stream.dtype.itemsize == 2
         and stream.is_cuda
         and _compute_capability(stream.device.index) == (9, 0)
@@ -116,6 +143,11 @@ def _is_faster(stream: torch.Tensor) -> bool:
 @functools.cache
 def _compute_capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def _unnormed_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -144,52 +176,45 @@ def norm_scale_kernel(
 
 @triton.jit(do_not_specialize=("tokens",))
 def gated_product_kernel(
-    stream_ptr, weight_ptr, scale_ptr,
-    product_bias_ptr, bias_ptr,
-    out_ptr, tokens,
+    stream_desc, weight_desc,  # [tokens, HIDDEN]; [2, WIDTH, HIDDEN], gate and up
+    scale_ptr, product_bias_ptr, bias_ptr,
+    out_desc,  # [tokens, WIDTH]
+    tokens,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
     # rows of a tile and columns of each half, channels at a time, tiles of rows in a group
     BLOCK: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One program for each tile of the result."""
-    row_block, column_block = place(tl.program_id(0), tokens, WIDTH, BLOCK, GROUP)
-    first = row_block.to(tl.int64) * BLOCK
-    row = tl.arange(0, BLOCK)
-    column = column_block * BLOCK + tl.arange(0, BLOCK)
-    in_stream, in_width = row < tokens - first, column < WIDTH
-    # Rows and columns past the last are computed from the first, and not written.
-    stream_row = tl.where(in_stream, row, 0)
-    both = tl.arange(0, 2 * BLOCK)
-    weight_row = column_block * BLOCK + both % BLOCK
-    weight_row = tl.where(weight_row < WIDTH, weight_row, 0) + both // BLOCK * WIDTH
-    channel = tl.arange(0, DEPTH)
-    stream_ptrs = stream_ptr + first * HIDDEN + stream_row[:, None] * HIDDEN + channel[None, :]
-    weight_ptrs = weight_ptr + weight_row[:, None] * HIDDEN + channel[None, :]
+    """Persistent: one program for each multiprocessor, which goes through tiles of the result."""
+    tiles = tl.cdiv(tokens, BLOCK) * tl.cdiv(WIDTH, BLOCK)
+    # Flattened, the two loops load a tile's first channels while the last one is activated.
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        row, column = place(tile, tokens, WIDTH, BLOCK, GROUP)
+        acc = tl.zeros([BLOCK, 2 * BLOCK], tl.float32)
+        for step in range(0, HIDDEN // DEPTH):
+            x = stream_desc.load([row, step * DEPTH])  # [BLOCK, DEPTH]
+            w = weight_desc.load([0, column, step * DEPTH]).reshape(2 * BLOCK, DEPTH)
+            acc = dot(x, tl.trans(w), acc)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK, 2, BLOCK]), [0, 2, 1]))
 
-    acc = tl.zeros([BLOCK, 2 * BLOCK], tl.float32)
-    for step in range(0, HIDDEN // DEPTH):
-        x = tl.load(stream_ptrs + step * DEPTH)  # [BLOCK, DEPTH]
-        w = tl.load(weight_ptrs + step * DEPTH)  # [2 BLOCK, DEPTH]
-        acc = dot(x, tl.trans(w), acc)
-    gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK, 2, BLOCK]), [0, 2, 1]))
-
-    scale = load(scale_ptr + first + row, in_stream)[:, None]
-    gate += load(product_bias_ptr + column, in_width)[None, :]
-    up += load(product_bias_ptr + WIDTH + column, in_width)[None, :]
-    gate = gate * scale + load(bias_ptr + column, in_width)[None, :]
-    up = up * scale + load(bias_ptr + WIDTH + column, in_width)[None, :]
-    y = silu_times(gate, up)
-    out_ptr += first * WIDTH
-    mask = in_stream[:, None] & in_width[None, :]
-    out_ptrs = out_ptr + row[:, None] * WIDTH + column[None, :]
-    tl.store(out_ptrs, cast(y, out_ptr.dtype.element_ty), mask=mask)
+        scale = tl.load(scale_ptr + row + tl.arange(0, BLOCK))[:, None]
+        columns = column + tl.arange(0, BLOCK)
+        gate += tl.load(product_bias_ptr + columns)[None, :]
+        up += tl.load(product_bias_ptr + WIDTH + columns)[None, :]
+        gate = gate * scale + tl.load(bias_ptr + columns)[None, :]
+        up = up * scale + tl.load(bias_ptr + WIDTH + columns)[None, :]
+        out_desc.store([row, column], cast(silu_times(gate, up), out_desc.dtype))
 
 
 @triton.jit
-def place(program, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """The tile of a program: groups of rows, in them column after column, in that row after row."""
+def place(tile, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """A tile's first row and column: groups of rows, in them column by column, there row by row.
+
+    The last tile of rows, or of columns, overlaps the one before it where it would pass the end:
+    both write the same.
+    """
     row_blocks, column_blocks = tl.cdiv(tokens, BLOCK), tl.cdiv(WIDTH, BLOCK)
-    first = program // (GROUP * column_blocks) * GROUP
+    first = tile // (GROUP * column_blocks) * GROUP
     rows = tl.minimum(row_blocks - first, GROUP)
-    within = program % (GROUP * column_blocks)
-    return first + within % rows, within // rows
+    within = tile % (GROUP * column_blocks)
+    row, column = (first + within % rows) * BLOCK, within // rows * BLOCK
+    return tl.minimum(row, tokens - BLOCK), tl.minimum(column, WIDTH - BLOCK)

@@ -68,15 +68,17 @@ def gated_activation(
 
 
 class Operation(NamedTuple):
-    """Two ways to compute one thing, each (eps, ..., *arguments) -> array.
+    """Ways to compute one thing, each (eps, *arguments) -> array.
 
     Attributes:
-        reference: by XLA, of (eps, *arguments).
-        kernel: by Pallas, of (eps, interpret, *arguments).
+        reference: by XLA.
+        kernel: by Pallas, on a GPU.
+        interpreted: on a CPU, in Pallas' interpreter.
     """
 
     reference: Callable[..., jax.Array]
     kernel: Callable[..., jax.Array]
+    interpreted: Callable[..., jax.Array]
 
 
 def differentiable(
@@ -92,9 +94,7 @@ def differentiable(
 def _compute(
     operation: Operation, eps: float, implementation: str, *arguments: jax.Array
 ) -> jax.Array:
-    reference = functools.partial(operation.reference, eps)
-    kernel = functools.partial(operation.kernel, eps, False)
-    interpreted = functools.partial(operation.kernel, eps, True)
+    reference, kernel, interpreted = (functools.partial(way, eps) for way in operation)
     if implementation == "reference":
         return reference(*arguments)
     if implementation == "auto":
@@ -123,17 +123,17 @@ def reference(eps: float, product: jax.Array, stream: jax.Array, *biases: jax.Ar
     return (jax.nn.silu(gate) * up).astype(stream.dtype)
 
 
-def _kernel(
-    eps: float, interpret: bool, product: jax.Array, stream: jax.Array, *biases: jax.Array
+def kernel(
+    eps: float, product: jax.Array, stream: jax.Array, *biases: jax.Array, interpret: bool = False
 ) -> jax.Array:
     tokens, width = product.shape[0], product.shape[1] // 2
     launch = Launch(block=1, block_k=1, num_warps=_WARPS, num_stages=1)
-    kernel = functools.partial(gated_kernel, eps=eps, interpreted=interpret)
+    body = functools.partial(gated_kernel, eps=eps, interpreted=interpret)
     operands = product, stream, *biases
-    return run(kernel, tokens, (tokens, width), stream.dtype, launch, interpret, operands)
+    return run(body, tokens, (tokens, width), stream.dtype, launch, interpret, operands)
 
 
-_ACTIVATION = Operation(reference, _kernel)
+_ACTIVATION = Operation(reference, kernel, functools.partial(kernel, interpret=True))
 
 
 def gated_kernel(
@@ -159,15 +159,15 @@ def gated_kernel(
     scale = jax.lax.rsqrt(jnp.sum(x * x) / hidden + eps)
     gate = gate * scale + load(bias_ref.at[column], in_width)
     up = up * scale + load(bias_ref.at[width + column], in_width)
-    y = silu_times(gate, up, interpreted)
+    y = silu_times(gate, up, functools.partial(exp2, interpreted=interpreted))
     plgpu.store(out_ref.at[token, column], y.astype(out_ref.dtype), mask=in_width)
 
 
-def silu_times(gate: jax.Array, up: jax.Array, interpreted: bool) -> jax.Array:
+def silu_times(gate: jax.Array, up: jax.Array, exp2: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """silu(gate) x up in few instructions, which would otherwise take as long as the loads."""
     # A root takes fewer than a division. The bound keeps the power finite; a gate that it changes
     # is closed: the result is below 1e-37 times gate and up.
-    root = jax.lax.rsqrt(1.0 + exp2(jnp.minimum(gate * -LOG2_E, 126.0), interpreted))
+    root = jax.lax.rsqrt(1.0 + exp2(jnp.minimum(gate * -LOG2_E, 126.0)))
     return gate * up * (root * root)
 
 

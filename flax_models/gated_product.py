@@ -5,28 +5,52 @@ reads them again, which takes a quarter of the product's time. Here a program mu
 same columns of both, finds them in its accumulators, and writes what the second product reads.
 What rows are divided by, a kernel before it computes.
 
-The twin of compare/torch_gated_product.py.
+The GPU's copy engine (TMA) loads the operands, those of the next tile while one is activated. In
+the twin, compare/torch_gated_product.py, Triton's compiler arranges that. Pallas' Triton backend
+has no such loads, so this kernel is for its Mosaic GPU backend, and says itself which group of
+warps loads and which multiply.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as mosaic
 from jax.experimental.pallas import triton as plgpu
 
 from flax_models import gated
 from flax_models.gated import Biases, Operation, differentiable, gated_activation, load, silu_times
 from flax_models.products import unnormed_product
-from pallas_kernels.compile import compiler, local_gpu
+from pallas_kernels.compile import local_gpu
 from pallas_kernels.launch_table import Launch, next_power_of_2
 from pallas_kernels.run import run
-from pallas_kernels.tiles import Ref, Scalar, dot
+from pallas_kernels.tiles import Ref, Scalar
+
+# In older versions the backend's interface is another, and its interpreter lacks what is used here.
+HAVE_MOSAIC = jax.__version_info__ >= (0, 11)
 
 # A tile has 128 rows and 128 columns of each of gate and up, for which 64 channels are multiplied
-# at a time. Programs that run at once share operands: 8 tiles of rows go through all columns.
-_LAUNCH = Launch(block=128, block_k=64, num_warps=8, num_stages=3)
+# at a time, up to 4 times as many having been loaded. Programs that run at once share operands: 8
+# tiles of rows go through all columns.
+_BLOCK = 128
+_DEPTH = 64
+_STAGES = 4
 _GROUP = 8
+
+# A program's groups of warps: two multiply half of a tile's rows each, the third loads. Few
+# registers serve that; of the rest the others need 128 for the sums alone.
+_MULTIPLIERS = 2
+_ROWS = _BLOCK // _MULTIPLIERS
+_MULTIPLIERS_REGISTERS, _LOADERS_REGISTERS = 232, 40
+
+# Rows that are copied between memory and shared memory start at multiples of 16 bytes.
+_ALIGNED_WIDTH = 8
+
+# Of the interpreter: fewer than tiles, so that it loops too. Where no GPU is at hand, an H200's.
+_INTERPRETED_PROGRAMS = 2
+_PROGRAMS = 132
 
 # Of a program of the kernel before it, which has one row.
 _NORM_WARPS = 4
@@ -53,61 +77,109 @@ def gated_product(
     Returns:
         [tokens, width] in the dtype of the stream.
     """
-    if implementation != "reference" and _is_faster(stream):
-        return in_one_kernel(stream, weight, biases, eps, implementation)
+    if implementation != "reference" and _is_faster(stream, weight.shape[0] // 2):
+        return differentiable(_PRODUCT, eps, implementation, stream, weight, *biases)
     product = unnormed_product(stream, weight)
     return gated_activation(product, stream, biases, eps, implementation)
 
 
 def in_one_kernel(
-    stream: jax.Array, weight: jax.Array, biases: Biases, eps: float, implementation: str
+    stream: jax.Array, weight: jax.Array, biases: Biases, eps: float, interpret: bool = False
 ) -> jax.Array:
-    """What `gated_product` does, without asking what is faster.
+    """What `gated_product` does, without asking what is faster; has no gradients.
 
-    Of 16-bit floating numbers.
+    Of 16-bit floating numbers, for a GPU or in Pallas' interpreter.
 
     Raises:
-        ValueError: hidden is no multiple of 64.
+        NotImplementedError: JAX is older than 0.11.
+        ValueError: a tile does not fit: hidden is no multiple of 64, width none of 8, or there are
+            fewer than 128 tokens or columns.
     """
-    if stream.shape[1] % _LAUNCH.block_k:
-        raise ValueError(f"hidden must be a multiple of {_LAUNCH.block_k}, got {stream.shape[1]}")
-    return differentiable(_PRODUCT, eps, implementation, stream, weight, *biases)
+    if not HAVE_MOSAIC:
+        raise NotImplementedError(f"the kernel needs JAX 0.11, this is {jax.__version__}")
+    (tokens, hidden), width = stream.shape, weight.shape[0] // 2
+    if not _fits(tokens, hidden, width):
+        raise ValueError(
+            f"hidden must be a multiple of {_DEPTH}, width of {_ALIGNED_WIDTH}, tokens and width "
+            f"at least {_BLOCK}, got {hidden}, {width} and {tokens} tokens"
+        )
+    launch = Launch(block=1, block_k=1, num_warps=_NORM_WARPS, num_stages=1)
+    kernel = functools.partial(norm_scale_kernel, eps=eps)
+    operands = stream, biases.stream
+    scale = run(kernel, tokens, (tokens,), jnp.float32, launch, interpret, operands)
+    with jax.enable_x64(False):  # numbers of rows are 32-bit
+        return _multiply(stream, weight, scale, biases.product, biases.output, interpret)
 
 
-def _is_faster(stream: jax.Array) -> bool:
-    """Whether one kernel is; measured on GPUs of compute capability 9.0, by Triton's compiler."""
+def _fits(tokens: int, hidden: int, width: int) -> bool:
+    return min(tokens, width) >= _BLOCK and hidden % _DEPTH == 0 and width % _ALIGNED_WIDTH == 0
+
+
+def _is_faster(stream: jax.Array, width: int) -> bool:
+    """Whether one kernel is; measured on GPUs of compute capability 9.0."""
     tokens, hidden = stream.shape
     gpu = local_gpu()
     return (
-        tokens >= _FEWEST_TOKENS
-        and hidden % _LAUNCH.block_k == 0
+        HAVE_MOSAIC
+        and tokens >= _FEWEST_TOKENS
+        and _fits(tokens, hidden, width)
         and stream.dtype.itemsize == 2
         and gpu is not None
         and gpu.compute_capability == "9.0"
-        and compiler() == "triton"
     )
+
+
+# Jitted, so that it is lowered and compiled once for all layers.
+@functools.partial(jax.jit, static_argnames="interpret")
+def _multiply(
+    stream: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array,
+    product_bias: jax.Array,
+    bias: jax.Array,
+    interpret: bool,
+) -> jax.Array:
+    tokens, width, dtype = stream.shape[0], weight.shape[0] // 2, stream.dtype
+    if interpret:
+        programs, where = _INTERPRETED_PROGRAMS, {"interpret": mosaic.InterpretGPUParams()}
+    else:
+        programs, where = gpu.core_count if (gpu := local_gpu()) else _PROGRAMS, {}
+    multiply = mosaic.kernel(
+        gated_product_kernel,
+        out_type=jax.ShapeDtypeStruct((tokens, width), dtype),
+        scratch_types=(
+            mosaic.SMEM((_STAGES, _BLOCK, _DEPTH), dtype),
+            mosaic.SMEM((_STAGES, 2 * _BLOCK, _DEPTH), dtype),
+            mosaic.SMEM((_MULTIPLIERS, _ROWS, _BLOCK), dtype),
+            mosaic.Barrier(num_arrivals=3, num_barriers=_STAGES),  # of a stage's three copies
+            mosaic.Barrier(num_arrivals=_MULTIPLIERS, num_barriers=_STAGES),
+        ),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=_MULTIPLIERS + 1,
+        thread_name="group",
+        # Exponentials and roots by one instruction each.
+        compiler_params=mosaic.CompilerParams(approx_math=True),
+        **where,
+    )
+    return multiply(stream, weight, scale, product_bias, bias)
 
 
 def _reference(eps: float, stream: jax.Array, weight: jax.Array, *biases: jax.Array) -> jax.Array:
     return gated.reference(eps, unnormed_product(stream, weight), stream, *biases)
 
 
-def _kernel(
-    eps: float, interpret: bool, stream: jax.Array, weight: jax.Array, *biases: jax.Array
-) -> jax.Array:
-    tokens, width = stream.shape[0], weight.shape[0] // 2
-    stream_bias, product_bias, bias = biases
-    launch = Launch(block=1, block_k=1, num_warps=_NORM_WARPS, num_stages=1)
-    kernel = functools.partial(norm_scale_kernel, eps=eps)
-    operands = stream, stream_bias
-    scale = run(kernel, tokens, (tokens,), jnp.float32, launch, interpret, operands)
-    kernel = functools.partial(gated_product_kernel, interpreted=interpret)
-    programs = pl.cdiv(tokens, _LAUNCH.block) * pl.cdiv(width, _LAUNCH.block)
-    operands = stream, weight, scale, product_bias, bias
-    return run(kernel, programs, (tokens, width), stream.dtype, _LAUNCH, interpret, operands)
+def _kernel(eps: float, stream: jax.Array, weight: jax.Array, *biases: jax.Array) -> jax.Array:
+    return in_one_kernel(stream, weight, Biases(*biases), eps)
 
 
-_PRODUCT = Operation(_reference, _kernel)
+def _interpreted(eps: float, stream: jax.Array, weight: jax.Array, *biases: jax.Array) -> jax.Array:
+    """In two: the interpreter of the one has effects, which JAX takes for no platform by itself."""
+    product = unnormed_product(stream, weight)
+    return gated.kernel(eps, product, stream, *biases, interpret=True)
+
+
+_PRODUCT = Operation(_reference, _kernel, _interpreted)
 
 
 def norm_scale_kernel(
@@ -130,51 +202,105 @@ def gated_product_kernel(
     stream_ref: Ref, weight_ref: Ref, scale_ref: Ref,
     product_bias_ref: Ref, bias_ref: Ref,
     out_ref: Ref,
-    *,
-    interpreted: bool,
+    # in shared memory: operands of each stage, rounded results of each group that multiplies
+    stream_tiles: Ref, weight_tiles: Ref, out_tiles: Ref,
+    # of each stage
+    full: Ref, empty: Ref,
 ) -> None:  # fmt: skip
-    """One program for each tile of the result."""
-    block, depth = _LAUNCH.block, _LAUNCH.block_k
+    """Persistent: one program for each multiprocessor, which goes through tiles of the result."""
     (tokens, hidden), width = stream_ref.shape, out_ref.shape[1]
-    row_block, column_block = _place(pl.program_id(0), tokens, width)
-    row = row_block * block + jnp.arange(block, dtype=jnp.int32)
-    column = column_block * block + jnp.arange(block, dtype=jnp.int32)
-    in_stream, in_width = row < tokens, column < width
-    # Rows and columns past the last are computed from the first, and not written.
-    stream_row = jnp.where(in_stream, row, 0)
-    both = jnp.arange(2 * block, dtype=jnp.int32)
-    weight_row = column_block * block + both % block
-    weight_row = jnp.where(weight_row < width, weight_row, 0) + both // block * width
+    tiles = pl.cdiv(tokens, _BLOCK) * pl.cdiv(width, _BLOCK)
+    steps = hidden // _DEPTH
+    group = lax.axis_index("group")
+    loop_over_tiles = mosaic.nd_loop((tiles,), collective_axes="program")
 
-    def multiply(step: Scalar, acc: jax.Array) -> jax.Array:
-        channel = step * depth + jnp.arange(depth, dtype=jnp.int32)
-        x = plgpu.load(_tile(stream_ref, stream_row, channel))  # [block, depth]
-        w = plgpu.load(_tile(weight_ref, weight_row, channel))  # [2 block, depth]
-        return dot(x, w.T, acc)
+    @pl.when(group == _MULTIPLIERS)
+    def load_operands() -> None:
+        """Of all tiles, as far ahead as there are stages: also while a tile is activated."""
+        mosaic.set_max_registers(_LOADERS_REGISTERS, action="decrease")
 
-    acc = jnp.zeros((block, 2 * block), jnp.float32)
-    acc = jax.lax.fori_loop(0, hidden // depth, multiply, acc)
-    gate, up = jnp.split(acc, 2, axis=1)
+        @loop_over_tiles
+        def load_tile(tile: mosaic.NDLoopInfo) -> None:
+            row, column = _place(tile.index[0], tokens, width)
 
-    scale = load(scale_ref.at[row], in_stream)[:, None]
-    gate += load(product_bias_ref.at[column], in_width)[None]
-    up += load(product_bias_ref.at[width + column], in_width)[None]
-    gate = gate * scale + load(bias_ref.at[column], in_width)[None]
-    up = up * scale + load(bias_ref.at[width + column], in_width)[None]
-    y = silu_times(gate, up, interpreted)
-    mask = in_stream[:, None] & in_width[None]
-    plgpu.store(_tile(out_ref, row, column), y.astype(out_ref.dtype), mask=mask)
+            @pl.loop(0, steps)
+            def load_stage(step: Scalar) -> None:
+                count = tile.local_index * steps + step
+                stage = lax.rem(count, _STAGES)
+                pl.when(count >= _STAGES)(lambda: mosaic.barrier_wait(empty.at[stage]))
+                channels = pl.ds(step * _DEPTH, _DEPTH)
+                rows = stream_ref.at[pl.ds(row, _BLOCK), channels]
+                mosaic.copy_gmem_to_smem(rows, stream_tiles.at[stage], full.at[stage])
+                for half in range(2):
+                    rows = weight_ref.at[pl.ds(half * width + column, _BLOCK), channels]
+                    place = weight_tiles.at[stage, pl.ds(half * _BLOCK, _BLOCK)]
+                    mosaic.copy_gmem_to_smem(rows, place, full.at[stage])
+
+        # A barrier must not be left before it is waited for as often as it was completed.
+        own_tiles = pl.cdiv(tiles - lax.axis_index("program"), lax.axis_size("program"))
+        for stage in range(_STAGES):
+            wait = functools.partial(mosaic.barrier_wait, empty.at[stage])
+            pl.when(stage < own_tiles * steps)(wait)
+
+    @pl.when(group < _MULTIPLIERS)
+    def multiply_and_activate() -> None:
+        """Each tile's rows of this group."""
+        mosaic.set_max_registers(_MULTIPLIERS_REGISTERS, action="increase")
+
+        @loop_over_tiles
+        def multiply_tile(tile: mosaic.NDLoopInfo) -> None:
+            row, column = _place(tile.index[0], tokens, width)
+
+            def multiply(acc_ref: Ref) -> jax.Array:
+                @pl.loop(0, steps)
+                def multiply_stage(step: Scalar) -> None:
+                    stage = lax.rem(tile.local_index * steps + step, _STAGES)
+                    mosaic.barrier_wait(full.at[stage])
+                    x = stream_tiles.at[stage, pl.ds(group * _ROWS, _ROWS)]
+                    mosaic.wgmma(acc_ref, x, weight_tiles.at[stage].transpose((1, 0)))
+                    mosaic.wgmma_wait(0)
+                    mosaic.barrier_arrive(empty.at[stage])
+
+                return acc_ref[...]
+
+            acc = pl.run_scoped(multiply, mosaic.ACC((_ROWS, 2 * _BLOCK), jnp.float32))
+            gate, up = acc[:, :_BLOCK], acc[:, _BLOCK:]
+
+            row += group * _ROWS
+            scale = _load_vector(scale_ref, row, axis=0)
+            gate += _load_vector(product_bias_ref, column, axis=1)
+            up += _load_vector(product_bias_ref, width + column, axis=1)
+            gate = gate * scale + _load_vector(bias_ref, column, axis=1)
+            up = up * scale + _load_vector(bias_ref, width + column, axis=1)
+            y = silu_times(gate, up, jnp.exp2).astype(out_ref.dtype)
+
+            mosaic.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+            out_tiles[group] = y
+            mosaic.commit_smem()
+            place = out_ref.at[pl.ds(row, _ROWS), pl.ds(column, _BLOCK)]
+            mosaic.copy_smem_to_gmem(out_tiles.at[group], place)
+
+        mosaic.wait_smem_to_gmem(0)
 
 
-def _place(program: Scalar, tokens: int, width: int) -> tuple[Scalar, Scalar]:
-    """The tile of a program: groups of rows, in them column after column, in that row after row."""
-    row_blocks, column_blocks = pl.cdiv(tokens, _LAUNCH.block), pl.cdiv(width, _LAUNCH.block)
-    first = program // (_GROUP * column_blocks) * _GROUP
+def _place(tile: Scalar, tokens: int, width: int) -> tuple[Scalar, Scalar]:
+    """A tile's first row and column: groups of rows, in them column by column, there row by row.
+
+    The last tile of rows, or of columns, overlaps the one before it where it would pass the end:
+    both write the same.
+    """
+    row_blocks, column_blocks = pl.cdiv(tokens, _BLOCK), pl.cdiv(width, _BLOCK)
+    first = lax.div(tile, _GROUP * column_blocks) * _GROUP
     rows = jnp.minimum(row_blocks - first, _GROUP)
-    within = program % (_GROUP * column_blocks)
-    return first + within % rows, within // rows
+    within = lax.rem(tile, _GROUP * column_blocks)
+    row, column = (first + lax.rem(within, rows)) * _BLOCK, lax.div(within, rows) * _BLOCK
+    return jnp.minimum(row, tokens - _BLOCK), jnp.minimum(column, width - _BLOCK)
 
 
-def _tile(ref: Ref, row: jax.Array, column: jax.Array) -> Ref:
-    shape = row.shape[0], column.shape[0]
-    return ref.at[jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None], shape)]
+def _load_vector(ref: Ref, first: Scalar, axis: int) -> jax.Array:
+    """As many elements as a group's tile has along the axis, in fp32, the same along the other."""
+    shape = _ROWS, _BLOCK
+    layout = mosaic.Layout.WGMMA.reduce(1 - axis)  # as the sums' rows or columns lie in threads
+    # Few bytes: not worth to be laid out for wide loads.
+    x = mosaic.load(ref.at[pl.ds(first, shape[axis])], layout=layout, optimized=False)
+    return lax.broadcast_in_dim(x.astype(jnp.float32), shape, (axis,))

@@ -6,83 +6,125 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as mosaic
 
 from flax_models import gated_product as gated_product_module
 from flax_models.gated import Biases
-from flax_models.gated_product import gated_product, in_one_kernel
+from flax_models.gated_product import HAVE_MOSAIC, gated_product, in_one_kernel
 from pallas_kernels.compile import compiling_by, local_gpu
 from pallas_kernels.launch_table import Gpu
-from tests.gated_contract import EPS
-from tests.gated_product_contract import GatedProductContract, draw
+from tests.gated_contract import EPS, TOLERANCES, relative_error
+from tests.gated_product_contract import GatedProductContract, draw, oracle
 from tests.pallas_kernels.test_lowering import cuda_device
 
+needs_mosaic = pytest.mark.skipif(
+    not HAVE_MOSAIC, reason="Pallas' Mosaic GPU kernels need JAX 0.11"
+)
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def run(stream, weight, biases, eps, implementation, one_kernel):
-    compute = in_one_kernel if one_kernel else gated_product
-    return compute(stream, weight, Biases(*biases), eps, implementation)
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def run(stream, weight, biases, eps, implementation):
+    return gated_product(stream, weight, Biases(*biases), eps, implementation)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def run_in_one(stream, weight, biases, eps, interpret):
+    return in_one_kernel(stream, weight, Biases(*biases), eps, interpret)
 
 
 class TestGatedProduct(GatedProductContract):
     implementations = ("reference", "triton", "auto")
+    why_not_in_one = None if HAVE_MOSAIC else "Pallas' Mosaic GPU kernels need JAX 0.11"
 
     @staticmethod
-    def multiply(stream, weight, biases, eps, implementation, one_kernel):
+    def multiply(stream, weight, biases, eps, implementation):
         arrays = jax.tree.map(jnp.asarray, (stream, weight, biases))
-        return np.asarray(run(*arrays, eps, implementation, one_kernel))
+        return np.asarray(run(*arrays, eps, implementation))
 
     @staticmethod
-    def is_faster(monkeypatch, tokens, hidden, dtype, capability):
+    def multiply_in_one(stream, weight, biases, eps):
+        arrays = jax.tree.map(jnp.asarray, (stream, weight, biases))
+        return np.asarray(run_in_one(*arrays, eps, local_gpu() is None))
+
+    @staticmethod
+    def is_faster(monkeypatch, tokens, hidden, width, dtype, capability):
         gpu = Gpu("a GPU", capability)
         monkeypatch.setattr(gated_product_module, "local_gpu", lambda: gpu)
-        with compiling_by("triton"):
-            return launches_one_kernel(monkeypatch, tokens, hidden, dtype)
+        return launches_one_kernel(monkeypatch, tokens, hidden, width, dtype)
 
     @staticmethod
     def has_gpu():
         return local_gpu() is not None
 
 
-def launches_one_kernel(monkeypatch, tokens, hidden, dtype):
+def launches_one_kernel(monkeypatch, tokens, hidden, width, dtype):
     """Whether `gated_product` is in one kernel, of which no part runs."""
     ways = []
-    for way in ("in_one_kernel", "gated_activation"):
+    for way in ("differentiable", "unnormed_product", "gated_activation"):
         monkeypatch.setattr(gated_product_module, way, lambda *_, way=way: ways.append(way))
-    stream, weight = jnp.zeros((tokens, hidden), dtype), jnp.zeros((8, hidden), dtype)
-    gated_product(stream, weight, None, EPS, "auto")
-    return ways == ["in_one_kernel"]
+    stream = jax.ShapeDtypeStruct((tokens, hidden), dtype)
+    weight = jax.ShapeDtypeStruct((2 * width, hidden), dtype)
+    gated_product(stream, weight, Biases(None, None, None), EPS, "auto")
+    assert ways in (["differentiable"], ["unnormed_product", "gated_activation"])
+    return ways == ["differentiable"]
 
 
-def test_xlas_compiler_and_other_machines_take_two_kernels(monkeypatch):
-    monkeypatch.setattr(gated_product_module, "local_gpu", lambda: Gpu("a GPU", "9.0"))
-    with compiling_by("xla"):
-        assert not launches_one_kernel(monkeypatch, 2048, 64, "bfloat16")
+def test_machines_without_a_gpu_take_two_kernels(monkeypatch):
     monkeypatch.setattr(gated_product_module, "local_gpu", lambda: None)
-    with compiling_by("triton"):
-        assert not launches_one_kernel(monkeypatch, 2048, 64, "bfloat16")
+    assert not launches_one_kernel(monkeypatch, 2048, 64, 128, "bfloat16")
 
 
-def test_gradients_are_the_references():
-    stream, weight, biases = jax.tree.map(jnp.asarray, draw(3, 64, 16, "float16"))
+@pytest.mark.skipif(HAVE_MOSAIC, reason="this JAX has the backend")
+def test_jax_that_is_too_old():
+    with pytest.raises(NotImplementedError, match=r"needs JAX 0\.11, this is 0\.10"):
+        TestGatedProduct.multiply_in_one(*draw(128, 64, 128, "float16"), EPS)
+
+
+@needs_mosaic
+def test_groups_of_warps_do_not_race(monkeypatch):
+    """Loads, products and stores, as the interpreter orders them by the barriers alone."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    params = mosaic.InterpretGPUParams
+    monkeypatch.setattr(mosaic, "InterpretGPUParams", functools.partial(params, detect_races=True))
+    jax.clear_caches()
+    arrays = draw(256, 320, 384, "float16")  # whole tiles: others write the same twice
+    out = run_in_one(*jax.tree.map(jnp.asarray, arrays), EPS, True)
+    assert not interpret_pallas_call.get_races().races_found
+    jax.clear_caches()
+    assert relative_error(np.asarray(out), oracle(*arrays)) < TOLERANCES["float16"]
+
+
+def test_gradients_are_the_references(monkeypatch):
+    stream, weight, biases = jax.tree.map(jnp.asarray, draw(130, 64, 136, "float16"))
 
     def loss(implementation, *arguments):
-        return (run(*arguments, EPS, implementation, True).astype(jnp.float32) ** 2).sum()
+        return (run(*arguments, EPS, implementation).astype(jnp.float32) ** 2).sum()
 
-    ours, theirs = (
-        jax.grad(functools.partial(loss, name), argnums=(0, 1, 2))(stream, weight, biases)
-        for name in ("triton", "reference")
+    theirs = jax.grad(functools.partial(loss, "reference"), argnums=(0, 1, 2))(
+        stream, weight, biases
     )
+    monkeypatch.setattr(gated_product_module, "_is_faster", lambda *_: HAVE_MOSAIC)
+    jax.clear_caches()
+    ours = jax.grad(functools.partial(loss, "triton"), argnums=(0, 1, 2))(stream, weight, biases)
+    jax.clear_caches()
     for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.abs(their).max() > 0
         np.testing.assert_allclose(our, their, rtol=1e-2, atol=1e-2)
 
 
+@needs_mosaic
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_lowers_for_a_gpu_as_the_divisors_and_one_kernel(dtype):
-    arrays = draw(2304, 1280, 3456, dtype)
+def test_layers_lower_for_a_gpu_as_the_divisors_and_one_kernel(dtype):
+    """The kernel for all layers once: each would be compiled for a second."""
+    stream, weight, biases = draw(2304, 1280, 3456, dtype)
+
+    def layers(stream, weight, biases):
+        return [run_in_one(stream, weight + i, biases, EPS, False) for i in range(3)]
+
     with cuda_device(), compiling_by("xla"):  # which leaves the launch legible
-        lowered = run.trace(*arrays, EPS, "triton", True).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(layers).trace(stream, weight, biases).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
-    assert text.count("gpu$xla.gpu.triton") == 2
+    assert text.count("gpu$xla.gpu.triton") == text.count("@mosaic_gpu_v2") == 1
     assert "stablehlo.dot_general" not in text
     assert "stablehlo.reduce" not in text

@@ -30,6 +30,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.triton_kernels.machine_code import first_operands, late_loads, loop_spills
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
@@ -190,6 +191,10 @@ def source(kernel: JITFunction, arguments: tuple) -> ASTSource:
         specialise = not (parameter.is_constexpr or parameter.do_not_specialize)
         if parameter.is_constexpr or (specialise and isinstance(x, int) and x == 1):
             signature[name], constants[name] = "constexpr", x
+            continue
+        if isinstance(x, TensorDescriptor):
+            block = ", ".join(map(str, x.block_shape))
+            signature[name] = f"tensordesc<{POINTERS[x.base.dtype][1:]}[{block}]>"
             continue
         if isinstance(x, torch.Tensor):
             signature[name], divisible = POINTERS[x.dtype], x.data_ptr() % 16 == 0
