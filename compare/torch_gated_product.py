@@ -13,17 +13,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compare.torch_gated import Biases, gated_activation, load, silu_times
 from triton_kernels.attention import runs_kernel
-from triton_kernels.launch_table import Launch, next_power_of_2
+from triton_kernels.launch_table import next_power_of_2
 from triton_kernels.tiles import cast, dot
 
 # A tile has 128 rows and 128 columns of each of gate and up, for which 64 channels are multiplied
-# at a time. Programs that run at once share operands: 8 tiles of rows go through all columns.
-_LAUNCH = Launch(block=128, block_k=64, num_warps=8, num_stages=4)
+# at a time, up to 4 times as many having been loaded. Programs that run at once share operands: 8
+# tiles of rows go through all columns.
+_BLOCK = 128
+_DEPTH = 64
+_STAGES = 4
 _GROUP = 8
+_WARPS = 8
 
-# Rows of what descriptors describe start at multiples of 16 bytes.
+# Where tiles start: at multiples of so many rows and columns, as in the twin.
+_ROW_UNIT = 8
+_COLUMN_UNIT = 64
+
+# What descriptors describe starts at a multiple of so many bytes.
 _ALIGNMENT = 16
-_ALIGNED_WIDTH = 8
 
 # Of the interpreter, which has no multiprocessors: fewer than tiles, so that it loops too.
 _INTERPRETED_PROGRAMS = 2
@@ -87,19 +94,18 @@ def in_one_kernel(
     Of 16-bit floating numbers.
 
     Raises:
-        ValueError: a tile does not fit: hidden is no multiple of 64, width none of 8, or there are
-            fewer than 128 tokens or columns.
+        ValueError: a tile does not fit: tokens are no multiple of 8, hidden or width none of 64, or
+            tokens or width fewer than 128.
     """
     (tokens, hidden), width = stream.shape, weight.shape[0] // 2
     if not _fits(tokens, hidden, width):
         raise ValueError(
-            f"hidden must be a multiple of {_LAUNCH.block_k}, width of {_ALIGNED_WIDTH}, tokens "
-            f"and width at least {_LAUNCH.block}, got {hidden}, {width} and {tokens} tokens"
+            f"tokens must be a multiple of {_ROW_UNIT}, hidden of {_DEPTH}, width of "
+            f"{_COLUMN_UNIT}, tokens and width at least {_BLOCK}, got {tokens}, {hidden}, {width}"
         )
     stream, weight = _described(stream), _described(weight.view(2, width, hidden))
     scale = stream.new_empty(tokens, dtype=torch.float32)
     out = stream.new_empty((tokens, width))
-    block, depth = _LAUNCH.block, _LAUNCH.block_k
     programs = _multiprocessors(stream.device.index) if stream.is_cuda else _INTERPRETED_PROGRAMS
     with torch.cuda.device_of(stream):  # Triton launches on the current device
         norm_scale_kernel[(tokens,)](
@@ -107,19 +113,19 @@ def in_one_kernel(
             num_warps=_NORM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
         gated_product_kernel[(programs,)](
-            TensorDescriptor.from_tensor(stream, [block, depth]),
-            TensorDescriptor.from_tensor(weight, [2, block, depth]),
+            TensorDescriptor.from_tensor(stream, [_BLOCK, _DEPTH]),
+            TensorDescriptor.from_tensor(weight, [2, _BLOCK, _DEPTH]),
             scale, biases.product, biases.output,
-            TensorDescriptor.from_tensor(out, [block, block]),
-            tokens, hidden, width, block, depth, _GROUP,
-            num_warps=_LAUNCH.num_warps, num_stages=_LAUNCH.num_stages, enable_fp_fusion=True,
+            TensorDescriptor.from_tensor(out, [_BLOCK, _BLOCK]),
+            tokens, hidden, width, _BLOCK, _DEPTH, _GROUP,
+            num_warps=_WARPS, num_stages=_STAGES, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
 
 def _fits(tokens: int, hidden: int, width: int) -> bool:
-    block, depth = _LAUNCH.block, _LAUNCH.block_k
-    return min(tokens, width) >= block and hidden % depth == 0 and width % _ALIGNED_WIDTH == 0
+    whole = tokens % _ROW_UNIT == hidden % _DEPTH == width % _COLUMN_UNIT == 0
+    return whole and min(tokens, width) >= _BLOCK
 
 
 def _described(x: torch.Tensor) -> torch.Tensor:

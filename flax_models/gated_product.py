@@ -28,8 +28,9 @@ from pallas_kernels.launch_table import Launch, next_power_of_2
 from pallas_kernels.run import run
 from pallas_kernels.tiles import Ref, Scalar
 
-# In older versions the backend's interface is another, and its interpreter lacks what is used here.
-HAVE_MOSAIC = jax.__version_info__ >= (0, 11)
+# The backend's interface is no stable one: another in 0.10, which lacks an interpreter for what is
+# used here, and not known of versions to come. Those multiply and activate in two kernels.
+HAVE_MOSAIC = (0, 11) <= jax.__version_info__ < (0, 13)
 
 # A tile has 128 rows and 128 columns of each of gate and up, for which 64 channels are multiplied
 # at a time, up to 4 times as many having been loaded. Programs that run at once share operands: 8
@@ -45,8 +46,9 @@ _MULTIPLIERS = 2
 _ROWS = _BLOCK // _MULTIPLIERS
 _MULTIPLIERS_REGISTERS, _LOADERS_REGISTERS = 232, 40
 
-# Rows that are copied between memory and shared memory start at multiples of 16 bytes.
-_ALIGNED_WIDTH = 8
+# Where tiles start: at multiples of so many rows and columns, as shared memory is laid out.
+_ROW_UNIT = 8
+_COLUMN_UNIT = 64
 
 # Of the interpreter: fewer than tiles, so that it loops too. Where no GPU is at hand, an H200's.
 _INTERPRETED_PROGRAMS = 2
@@ -91,17 +93,17 @@ def in_one_kernel(
     Of 16-bit floating numbers, for a GPU or in Pallas' interpreter.
 
     Raises:
-        NotImplementedError: JAX is older than 0.11.
-        ValueError: a tile does not fit: hidden is no multiple of 64, width none of 8, or there are
-            fewer than 128 tokens or columns.
+        NotImplementedError: JAX is neither 0.11 nor 0.12.
+        ValueError: a tile does not fit: tokens are no multiple of 8, hidden or width none of 64, or
+            tokens or width fewer than 128.
     """
     if not HAVE_MOSAIC:
-        raise NotImplementedError(f"the kernel needs JAX 0.11, this is {jax.__version__}")
+        raise NotImplementedError(f"the kernel is for JAX 0.11 and 0.12, this is {jax.__version__}")
     (tokens, hidden), width = stream.shape, weight.shape[0] // 2
     if not _fits(tokens, hidden, width):
         raise ValueError(
-            f"hidden must be a multiple of {_DEPTH}, width of {_ALIGNED_WIDTH}, tokens and width "
-            f"at least {_BLOCK}, got {hidden}, {width} and {tokens} tokens"
+            f"tokens must be a multiple of {_ROW_UNIT}, hidden of {_DEPTH}, width of "
+            f"{_COLUMN_UNIT}, tokens and width at least {_BLOCK}, got {tokens}, {hidden}, {width}"
         )
     launch = Launch(block=1, block_k=1, num_warps=_NORM_WARPS, num_stages=1)
     kernel = functools.partial(norm_scale_kernel, eps=eps)
@@ -112,7 +114,8 @@ def in_one_kernel(
 
 
 def _fits(tokens: int, hidden: int, width: int) -> bool:
-    return min(tokens, width) >= _BLOCK and hidden % _DEPTH == 0 and width % _ALIGNED_WIDTH == 0
+    whole = tokens % _ROW_UNIT == hidden % _DEPTH == width % _COLUMN_UNIT == 0
+    return whole and min(tokens, width) >= _BLOCK
 
 
 def _is_faster(stream: jax.Array, width: int) -> bool:

@@ -85,7 +85,7 @@ def test_what_is_faster_runs(monkeypatch, faster, way):
 
 @needs_kernel
 def test_any_strides_and_addresses():
-    stream, weight, biases = put(*draw(130, 64, 136, "float16"))
+    stream, weight, biases = put(*draw(136, 64, 192, "float16"))
     expected = in_one_kernel(stream, weight, biases, EPS)
 
     def transposed(x):
