@@ -70,6 +70,7 @@ def test_calls_that_do_not_divide_evenly_give_their_mean():
         ("triton_red_fused__fused_rms_norm__to_copy_sub_0", "norms and elementwise"),
         ("gated_kernel", "norms and elementwise"),
         ("gated_product_kernel", "products"),
+        ("gated_product_kernel_mosaic_gpu_kernel", "products"),
         ("norm_scale_kernel", "norms and elementwise"),
         ("loop_multiply_fusion", "norms and elementwise"),
         ("void at::native::vectorized_elementwise_kernel<4>", "norms and elementwise"),
