@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 
-from tests.pallas_kernels.compile_ahead import compile_for_gpu, forget_this_machine
+from tests.pallas_kernels.compile_ahead import assemble, compile_for_gpu, forget_this_machine
 
 # With a late norm, and a result that is larger than the residual stream; without either; with
 # DeepStack, which reads what the next block overwrites, and has two results.
@@ -31,15 +31,17 @@ _NO_KERNELS = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
 
 def main() -> None:
     """Compile each tower in each depth for each image and print a line of JSON: its kernels by
-    kind, and what else lies in the memory of its results.
+    kind, what else lies in the memory of its results, and what Mosaic's kernels spill.
     """
     forget_this_machine()
     with tempfile.TemporaryDirectory() as directory:
         os.environ["XLA_FLAGS"] = f"--xla_dump_to={directory} --xla_dump_hlo_as_text"
+        os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": directory}
         for name, side, depth in itertools.product(TOWERS, SIDES, DEPTHS):
             kernels = count_kernels(tower_program(name, side, depth))
             [memory] = Path(directory).glob("*.jit__encode.*gpu*-buffer-assignment.txt")
             record = {"kernels": kernels, "beside results": beside_result(memory.read_text())}
+            record["spilled"] = [assemble(ptx)["spilled"] for ptx in mosaic_kernels(directory)]
             sys.stdout.write(json.dumps(record) + "\n")
             memory.unlink()
 
@@ -73,6 +75,10 @@ def tower_program(name: str, side: int, depth: int) -> str:
     with compiling_by("xla"), faster:  # the Triton package leaves nothing to look at
         program = compile_for_gpu(run, tower, patches, jax.tree.map(jnp.asarray, layout))
     return program.as_text()
+
+
+def mosaic_kernels(directory: str) -> list[Path]:
+    return sorted(Path(directory).glob("gated_product_kernel*.ptx"))
 
 
 def count_kernels(program: str) -> Counter[str]:
