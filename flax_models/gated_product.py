@@ -28,9 +28,9 @@ from pallas_kernels.launch_table import Launch, next_power_of_2
 from pallas_kernels.run import run
 from pallas_kernels.tiles import Ref, Scalar
 
-# The backend's interface is no stable one: another in 0.10, which lacks an interpreter for what is
-# used here, and not known of versions to come. Those multiply and activate in two kernels.
-HAVE_MOSAIC = (0, 11) <= jax.__version_info__ < (0, 13)
+# The backend's interface is no stable one: another in 0.10, not known of versions to come, and
+# before 0.11.2 its interpreter lacks what is used here. Those multiply and activate in two kernels.
+HAVE_MOSAIC = (0, 11, 2) <= jax.__version_info__ < (0, 13)
 
 # A tile has 128 rows and 128 columns of each of gate and up, for which 64 channels are multiplied
 # at a time, up to 4 times as many having been loaded. Programs that run at once share operands: 8
@@ -93,12 +93,13 @@ def in_one_kernel(
     Of 16-bit floating numbers, for a GPU or in Pallas' interpreter.
 
     Raises:
-        NotImplementedError: JAX is neither 0.11 nor 0.12.
+        NotImplementedError: JAX is neither 0.11.2 nor 0.12.
         ValueError: a tile does not fit: tokens are no multiple of 8, hidden or width none of 64, or
             tokens or width fewer than 128.
     """
     if not HAVE_MOSAIC:
-        raise NotImplementedError(f"the kernel is for JAX 0.11 and 0.12, this is {jax.__version__}")
+        known = "JAX 0.11.2 and 0.12"
+        raise NotImplementedError(f"the kernel is for {known}, this is {jax.__version__}")
     (tokens, hidden), width = stream.shape, weight.shape[0] // 2
     if not _fits(tokens, hidden, width):
         raise ValueError(

@@ -17,7 +17,7 @@ from tests.gated_contract import EPS, TOLERANCES, relative_error
 from tests.gated_product_contract import GatedProductContract, draw, oracle
 from tests.pallas_kernels.test_lowering import cuda_device
 
-needs_mosaic = pytest.mark.skipif(not HAVE_MOSAIC, reason="the kernel is for JAX 0.11 and 0.12")
+needs_mosaic = pytest.mark.skipif(not HAVE_MOSAIC, reason="the kernel is for JAX 0.11.2 and 0.12")
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -32,7 +32,7 @@ def run_in_one(stream, weight, biases, eps, interpret):
 
 class TestGatedProduct(GatedProductContract):
     implementations = ("reference", "triton", "auto")
-    why_not_in_one = None if HAVE_MOSAIC else "the kernel is for JAX 0.11 and 0.12"
+    why_not_in_one = None if HAVE_MOSAIC else "the kernel is for JAX 0.11.2 and 0.12"
 
     @staticmethod
     def multiply(stream, weight, biases, eps, implementation):
@@ -74,7 +74,7 @@ def test_machines_without_a_gpu_take_two_kernels(monkeypatch):
 
 @pytest.mark.skipif(HAVE_MOSAIC, reason="this JAX has the backend")
 def test_other_versions_of_jax():
-    with pytest.raises(NotImplementedError, match=r"for JAX 0\.11 and 0\.12, this is "):
+    with pytest.raises(NotImplementedError, match=r"for JAX 0\.11\.2 and 0\.12, this is "):
         TestGatedProduct.multiply_in_one(*draw(128, 64, 128, "float16"), EPS)
 
 
