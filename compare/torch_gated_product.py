@@ -104,14 +104,10 @@ def in_one_kernel(
             f"{_COLUMN_UNIT}, tokens and width at least {_BLOCK}, got {tokens}, {hidden}, {width}"
         )
     stream, weight = _described(stream), _described(weight.view(2, width, hidden))
-    scale = stream.new_empty(tokens, dtype=torch.float32)
+    scale = norm_scale(stream, biases.stream, eps)
     out = stream.new_empty((tokens, width))
     programs = _multiprocessors(stream.device.index) if stream.is_cuda else _INTERPRETED_PROGRAMS
     with torch.cuda.device_of(stream):  # Triton launches on the current device
-        norm_scale_kernel[(tokens,)](
-            stream, biases.stream, scale, eps, hidden, next_power_of_2(hidden),
-            num_warps=_NORM_WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
         gated_product_kernel[(programs,)](
             TensorDescriptor.from_tensor(stream, [_BLOCK, _DEPTH]),
             TensorDescriptor.from_tensor(weight, [2, _BLOCK, _DEPTH]),
@@ -121,6 +117,18 @@ def in_one_kernel(
             num_warps=_WARPS, num_stages=_STAGES, enable_fp_fusion=True,
         )  # fmt: skip
     return out
+
+
+def norm_scale(stream: torch.Tensor, stream_bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """What rows are multiplied by, [tokens] fp32; the arguments are those of `in_one_kernel`."""
+    tokens, hidden = stream.shape
+    scale = stream.new_empty(tokens, dtype=torch.float32)
+    with torch.cuda.device_of(stream):
+        norm_scale_kernel[(tokens,)](
+            stream, stream_bias, scale, eps, hidden, next_power_of_2(hidden),
+            num_warps=_NORM_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
+    return scale
 
 
 def _fits(tokens: int, hidden: int, width: int) -> bool:

@@ -164,7 +164,10 @@ def gated_kernel(
 
 
 def silu_times(gate: jax.Array, up: jax.Array, exp2: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """silu(gate) x up in few instructions, which would otherwise take as long as the loads."""
+    """silu(gate) x up in few instructions, which would otherwise take as long as the loads.
+
+    So `exp2` is to be whatever is one instruction where this runs.
+    """
     # A root takes fewer than a division. The bound keeps the power finite; a gate that it changes
     # is closed: the result is below 1e-37 times gate and up.
     root = jax.lax.rsqrt(1.0 + exp2(jnp.minimum(gate * -LOG2_E, 126.0)))

@@ -106,12 +106,20 @@ def in_one_kernel(
             f"tokens must be a multiple of {_ROW_UNIT}, hidden of {_DEPTH}, width of "
             f"{_COLUMN_UNIT}, tokens and width at least {_BLOCK}, got {tokens}, {hidden}, {width}"
         )
-    launch = Launch(block=1, block_k=1, num_warps=_NORM_WARPS, num_stages=1)
-    kernel = functools.partial(norm_scale_kernel, eps=eps)
-    operands = stream, biases.stream
-    scale = run(kernel, tokens, (tokens,), jnp.float32, launch, interpret, operands)
+    scale = norm_scale(stream, biases.stream, eps, interpret)
     with jax.enable_x64(False):  # numbers of rows are 32-bit
         return _multiply(stream, weight, scale, biases.product, biases.output, interpret)
+
+
+def norm_scale(
+    stream: jax.Array, stream_bias: jax.Array, eps: float, interpret: bool = False
+) -> jax.Array:
+    """What rows are multiplied by, [tokens] fp32; the arguments are those of `in_one_kernel`."""
+    tokens = stream.shape[0]
+    launch = Launch(block=1, block_k=1, num_warps=_NORM_WARPS, num_stages=1)
+    kernel = functools.partial(norm_scale_kernel, eps=eps)
+    operands = stream, stream_bias
+    return run(kernel, tokens, (tokens,), jnp.float32, launch, interpret, operands)
 
 
 def _fits(tokens: int, hidden: int, width: int) -> bool:
@@ -145,9 +153,9 @@ def _multiply(
 ) -> jax.Array:
     tokens, width, dtype = stream.shape[0], weight.shape[0] // 2, stream.dtype
     if interpret:
-        programs, where = _INTERPRETED_PROGRAMS, {"interpret": mosaic.InterpretGPUParams()}
+        programs, interpreter = _INTERPRETED_PROGRAMS, mosaic.InterpretGPUParams()
     else:
-        programs, where = gpu.core_count if (gpu := local_gpu()) else _PROGRAMS, {}
+        programs, interpreter = gpu.core_count if (gpu := local_gpu()) else _PROGRAMS, None
     multiply = mosaic.kernel(
         gated_product_kernel,
         out_type=jax.ShapeDtypeStruct((tokens, width), dtype),
@@ -164,7 +172,7 @@ def _multiply(
         thread_name="group",
         # Exponentials and roots by one instruction each.
         compiler_params=mosaic.CompilerParams(approx_math=True),
-        **where,
+        interpret=interpreter,
     )
     return multiply(stream, weight, scale, product_bias, bias)
 

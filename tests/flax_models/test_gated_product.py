@@ -1,6 +1,7 @@
 """Gate and up behind a late norm in JAX: the contract, and what only JAX has."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ def run_in_one(stream, weight, biases, eps, interpret):
 class TestGatedProduct(GatedProductContract):
     implementations = ("reference", "triton", "auto")
     why_not_in_one = None if HAVE_MOSAIC else "the kernel is for JAX 0.11.2 and 0.12"
+    has_one_kernel = HAVE_MOSAIC
 
     @staticmethod
     def multiply(stream, weight, biases, eps, implementation):
@@ -128,17 +130,24 @@ def test_what_fits_a_tile_lowers_for_a_gpu(tokens, width):
 
 
 @needs_mosaic
+@pytest.mark.parametrize("implementation", ["auto", "triton"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_layers_lower_for_a_gpu_as_the_divisors_and_one_kernel(dtype):
-    """The kernel for all layers once: each would be compiled for a second."""
+def test_layers_lower_for_a_gpu_as_the_divisors_and_one_kernel(monkeypatch, dtype, implementation):
+    """The kernel for all layers once: each would be compiled for a second. Gate and up are one
+    product of 256 columns in it, as in the twin.
+    """
+    monkeypatch.setattr(gated_product_module, "_is_faster", lambda *_: True)
     stream, weight, biases = draw(2304, 1280, 3456, dtype)
 
     def layers(stream, weight, biases):
-        return [run_in_one(stream, weight + i, biases, EPS, False) for i in range(3)]
+        biases = Biases(*biases)
+        return [gated_product(stream, weight + i, biases, EPS, implementation) for i in range(3)]
 
     with cuda_device(), compiling_by("xla"):  # which leaves the launch legible
         lowered = jax.jit(layers).trace(stream, weight, biases).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
-    assert text.count("gpu$xla.gpu.triton") == text.count("@mosaic_gpu_v2") == 1
+    assert text.count("@mosaic_gpu_v2") == 1
+    assert "gpu$xla.gpu.triton" in text
+    assert set(re.findall(r"wgmma\.mma_async[a-z.]*\.(m\d+n\d+k\d+)", text)) == {"m64n256k16"}
     assert "stablehlo.dot_general" not in text
     assert "stablehlo.reduce" not in text
