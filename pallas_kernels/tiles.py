@@ -34,11 +34,19 @@ class Head(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a tile: the first, how many, and which of them count (None: all)."""
+    """The rows of a tile.
+
+    Attributes:
+        first: the first row.
+        count: how many there are.
+        mask: [count], which of them are loaded or stored; None: all.
+        last: counted from the first, the row that all behind it are again; None: none are.
+    """
 
     first: Scalar
     count: int
     mask: jax.Array | None
+    last: Scalar | None = None
 
 
 def dot(a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
@@ -90,10 +98,14 @@ def _window(x: Head | Ref, rows: Rows, columns: pl.Slice | jax.Array) -> Ref:
     prefix = (np.int32(x.part), x.head) if isinstance(x, Head) else ()
     ref = x.ref if isinstance(x, Head) else x
     if isinstance(columns, pl.Slice):
-        return ref.at[pl.ds(rows.first, rows.count), *prefix, columns]
+        if rows.last is None:
+            return ref.at[pl.ds(rows.first, rows.count), *prefix, columns]
+        columns = columns.start + jnp.arange(columns.size, dtype=jnp.int32)
     shape = (rows.count, columns.shape[0])
-    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + rows.first
-    return ref.at[row, *prefix, jnp.broadcast_to(columns[None, :], shape)]
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    if rows.last is not None:
+        row = jnp.minimum(row, rows.last)
+    return ref.at[row + rows.first, *prefix, jnp.broadcast_to(columns[None, :], shape)]
 
 
 def _columns(first: int, width: int, limit: int) -> tuple[pl.Slice | jax.Array, jax.Array | None]:

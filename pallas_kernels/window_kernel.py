@@ -56,22 +56,29 @@ def window_kernel(
     out_head = Head(out_ref, 0, head)
 
     start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
-    padding_end, padding_start = padding_bounds(cu_seqlens_ref, segments, tokens)
     length = end - start
     rows = Rows(start, block, jnp.arange(block, dtype=jnp.int32) < length)
+    # Rows past a segment's end are its last one again: what comes of them is masked, and so their
+    # loads need not be. Those of V are masked, as its infinities would meet zeros.
+    # An empty segment may start at the end.
+    loaded = Rows(jnp.minimum(start, tokens - 1), block, None, last=jnp.maximum(length - 1, 0))
 
-    cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)  # [block, main / 2]
-    q = load_rotary(q_head, rows, 0, main, head_dim, rotary_dim, rotate_q)
-    k = load_rotary(k_head, rows, 0, main, head_dim, rotary_dim, rotate_k)
+    q = load_rotary(q_head, loaded, 0, main, head_dim, rotary_dim, rotate_q)
+    k = load_rotary(k_head, loaded, 0, main, head_dim, rotary_dim, rotate_k)
     if tail > 0:
-        cos_tail, sin_tail = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
-        q_tail = load_rotary(q_head, rows, main, tail, head_dim, rotary_dim, rotate_q)
-        k_tail = load_rotary(k_head, rows, main, tail, head_dim, rotary_dim, rotate_k)
+        q_tail = load_rotary(q_head, loaded, main, tail, head_dim, rotary_dim, rotate_q)
+        k_tail = load_rotary(k_head, loaded, main, tail, head_dim, rotary_dim, rotate_k)
     # V before the products: loaded behind them, ptxas 12.8 gets the address of the second of two
     # products with V wrong; a test looks for that in the machine code.
     v = load_columns(v_head, rows, 0, main, head_dim)  # [block, main]
     if tail > 0:
         v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block, tail]
+    # Last the angles, which other heads have brought into the cache, and the bounds of the padding,
+    # which are for the end.
+    cos, sin = load_angles(cos_ref, sin_ref, loaded, 0, main, rotary_dim)  # [block, main / 2]
+    if tail > 0:
+        cos_tail, sin_tail = load_angles(cos_ref, sin_ref, loaded, main, tail, rotary_dim)
+    padding_end, padding_start = padding_bounds(cu_seqlens_ref, segments, tokens)
     # So all these loads are in flight at once: the launch table's bound on registers leaves room
     # for them, and the barrier keeps the compiler from moving any down to where it is needed.
     barrier(interpreted)

@@ -61,35 +61,41 @@ def window_kernel(
     out_ptr += head * HEAD_DIM
 
     start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
-    padding_end, padding_start = padding_bounds(cu_seqlens_ptr, segments, tokens)
     length = end - start
     mask = rows < length
-    # Offsets count from the segment's start and fit 32 bits.
-    first = start.to(tl.int64)
+    # Rows past a segment's end are its last one again: what comes of them is masked, and so their
+    # loads need not be. Those of V are masked, as its infinities would meet zeros.
+    loaded = tl.minimum(rows, tl.maximum(length - 1, 0))
+    # Offsets count from the segment's start and fit 32 bits; an empty segment may start at the end.
+    first = tl.minimum(start, tokens - 1).to(tl.int64)
     q_ptr += first * q_stride + head.to(tl.int64) * q_head_stride * UNIT
     k_ptr += first * k_stride + head.to(tl.int64) * k_head_stride * UNIT
     v_ptr += first * v_stride + head.to(tl.int64) * v_head_stride * UNIT
     cos_ptr += first * angle_stride
     sin_ptr += first * angle_stride
 
-    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
-    q = load_rotary(q_ptr, q_stride, rows, mask, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_Q)
-    k = load_rotary(k_ptr, k_stride, rows, mask, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K)
+    q = load_rotary(q_ptr, q_stride, loaded, None, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_Q)
+    k = load_rotary(k_ptr, k_stride, loaded, None, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K)
     if TAIL > 0:
-        cos_tail, sin_tail = load_angles(
-            cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
-        )
         q_tail = load_rotary(
-            q_ptr, q_stride, rows, mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+            q_ptr, q_stride, loaded, None, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_Q
         )
         k_tail = load_rotary(
-            k_ptr, k_stride, rows, mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
+            k_ptr, k_stride, loaded, None, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
         )
     # V before the products: loaded behind them, ptxas 12.8 gets the address of the second of two
     # products with V wrong; a test looks for that in the machine code.
     v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK, MAIN]
     if TAIL > 0:
         v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)  # [BLOCK, TAIL]
+    # Last the angles, which other heads have brought into the cache, and the bounds of the padding,
+    # which are for the end.
+    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, loaded, None, 0, MAIN, ROTARY_DIM)
+    if TAIL > 0:
+        cos_tail, sin_tail = load_angles(
+            cos_ptr, sin_ptr, angle_stride, loaded, None, MAIN, TAIL, ROTARY_DIM
+        )
+    padding_end, padding_start = padding_bounds(cu_seqlens_ptr, segments, tokens)
     # So all these loads are in flight at once: the launch table's bound on registers leaves room
     # for them, and the barrier keeps the compiler from moving any down to where it is needed.
     tl.debug_barrier()

@@ -55,7 +55,8 @@ def test_shared_memory_suffices(compiled):
 
 
 def test_no_kernel_that_must_be_fast_spills(compiled):
-    exempt = ("float32", "unaligned", ", 168,", ", 256,")  # the last two are too wide
+    # Loaded element by element: unaligned rows, an odd number of pairs. Too wide: the last two.
+    exempt = ("float32", "unaligned", "rotary 70", ", 168,", ", 256,")
     fast = [r for r in compiled if r["arch"] == 90 and not any(e in r["variant"] for e in exempt)]
     assert fast
     assert [r for r in fast if r["stack"] > (WAITING_LIMIT if r["maxnreg"] else 0)] == []
