@@ -1,4 +1,4 @@
-"""A jitted function of a module, called without flattening the module at every call.
+"""Functions jitted as the tower is, and one of a module, called without flattening the module.
 
 That takes JAX a millisecond for hundreds of parameters, much of a small image's time; to see that
 all modules hold the same objects as before takes a twentieth of it.
@@ -29,7 +29,7 @@ _programs: weakref.WeakKeyDictionary[nnx.Module, "_Program"] = weakref.WeakKeyDi
 
 
 def compiled(function: Callable[..., Any], module: nnx.Module) -> Callable[..., Any]:
-    """`jax.jit(function)`, by COMPILER_OPTIONS, with the module bound as its first argument.
+    """A Jitted function with the module bound as its first argument.
 
     Each call reads the values that the module's parameters have by then. Which parameters there
     are, and all that is static, is read once, and again where an attribute of the module, or of one
@@ -44,8 +44,8 @@ def compiled(function: Callable[..., Any], module: nnx.Module) -> Callable[..., 
         attributes = tuple(vars(node) for _, node in nnx.iter_modules(module))
         known = _values(attributes)
         parameters = jax.tree.leaves(module, is_leaf=lambda node: isinstance(node, nnx.Variable))
-        of_values = _of_structure(function, jax.tree.structure(module))
-        program = _Program(attributes, known, tuple(parameters), *of_values)
+        run = _of_structure(function, jax.tree.structure(module))
+        program = _Program(attributes, known, tuple(parameters), run)
         _programs[module] = program
     return program
 
@@ -53,29 +53,7 @@ def compiled(function: Callable[..., Any], module: nnx.Module) -> Callable[..., 
 def compilations() -> int:
     """A number that grows with every program that is compiled for a module."""
     structures = _of_structure.cache_info().misses
-    return structures + sum(program.run._cache_size() for program in list(_programs.values()))
-
-
-@dataclass(frozen=True)
-class _Program:
-    attributes: tuple[dict[str, Any], ...]  # of each module, as they are now
-    known: list[Any]  # the values that they had when the parameters were found
-    parameters: tuple[nnx.Variable, ...]
-    run: Callable[..., Any]
-    run_traced: Callable[..., Any]
-
-    def is_current(self) -> bool:
-        values = _values(self.attributes)
-        return len(values) == len(self.known) and all(map(operator.is_, values, self.known))
-
-    def __call__(self, *arguments: Any) -> Any:
-        values = [parameter.get_raw_value() for parameter in self.parameters]
-        run = self.run if _trace_state() == _NO_TRACE else self.run_traced
-        return run(values, *arguments)
-
-
-def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
-    return list(itertools.chain.from_iterable(map(dict.values, dictionaries)))
+    return structures + sum(program.run.compilations() for program in list(_programs.values()))
 
 
 _trace_state = functools.partial(get_opaque_trace_state, convention="flax_models")
@@ -85,16 +63,50 @@ with ThreadPoolExecutor(1) as _thread:
     _NO_TRACE = _thread.submit(_trace_state).result()
 
 
-@functools.lru_cache(maxsize=32)
-def _of_structure(
-    function: Callable[..., Any], structure: jax.tree_util.PyTreeDef
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The jitted function of parameters' values, one for all modules of a structure.
+class Jitted:
+    """`jax.jit(function)` by COMPILER_OPTIONS; without them under a caller's trace.
 
-    The second is for a caller's trace: JAX takes options for the outermost jit alone.
+    JAX takes options for the outermost jit alone.
     """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._by_options = jax.jit(function, compiler_options=COMPILER_OPTIONS)
+        self._traced = jax.jit(function)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self._by_options if _trace_state() == _NO_TRACE else self._traced)(*arguments)
+
+    def compilations(self) -> int:
+        """How many programs were compiled by COMPILER_OPTIONS."""
+        return self._by_options._cache_size()
+
+
+@dataclass(frozen=True)
+class _Program:
+    attributes: tuple[dict[str, Any], ...]  # of each module, as they are now
+    known: list[Any]  # the values that they had when the parameters were found
+    parameters: tuple[nnx.Variable, ...]
+    run: Jitted
+
+    def is_current(self) -> bool:
+        values = _values(self.attributes)
+        return len(values) == len(self.known) and all(map(operator.is_, values, self.known))
+
+    def __call__(self, *arguments: Any) -> Any:
+        values = [parameter.get_raw_value() for parameter in self.parameters]
+        return self.run(values, *arguments)
+
+
+def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(map(dict.values, dictionaries)))
+
+
+@functools.lru_cache(maxsize=32)
+def _of_structure(function: Callable[..., Any], structure: jax.tree_util.PyTreeDef) -> Jitted:
+    """The jitted function of parameters' values, one for all modules of a structure."""
 
     def of_values(values: list[jax.Array], *arguments: Any) -> Any:
         return function(jax.tree.unflatten(structure, values), *arguments)
 
-    return jax.jit(of_values, compiler_options=COMPILER_OPTIONS), jax.jit(of_values)
+    return Jitted(of_values)

@@ -23,7 +23,7 @@ from flax_models.attention import (
 from flax_models.blocks import Block, LateNormBlock, PatchEmbed, PatchMerger, PositionTable
 from flax_models.buckets import bucket_of_equal_frames, check_token_buckets, choose_bucket
 from flax_models.checkpoint import read_checkpoint
-from flax_models.compiled import compiled
+from flax_models.compiled import Jitted, compiled
 from flax_models.config import VisionConfig, check_head_dim
 from flax_models.device import arrived, find_device, free_memory, home_device
 from flax_models.inputs import on_device, pad_patches
@@ -286,7 +286,7 @@ def _written(place: jax.Array, result: jax.Array) -> jax.Array:
 
 
 # Traced for windows and for frames instead of once for each layer.
-@jax.jit
+@Jitted
 def _run_block(block: Block | LateNormBlock, hidden: jax.Array, segments: Segments) -> jax.Array:
     return block(hidden, segments)
 
