@@ -16,9 +16,8 @@ from flax_models import (  # noqa: E402
     load_vision_tower,
     plan_layout,
 )
-from flax_models import compiled as compiled_module  # noqa: E402
 from flax_models import tower as tower_module  # noqa: E402
-from flax_models.compiled import COMPILER_OPTIONS, Jitted, compiled  # noqa: E402
+from flax_models.compiled import COMPILER_OPTIONS, compiled  # noqa: E402
 from tests.random_calls import random_calls, tokens_of  # noqa: E402
 from tests.tower_checkpoints import (  # noqa: E402
     GRIDS,
@@ -156,9 +155,9 @@ def test_updated_parameters_take_effect(config, tower):
 @pytest.mark.parametrize("config", ["head_dim_16"], indirect=True)
 def test_blocks_one_by_one_are_compiled_by_the_tower_s_options(config, tower, monkeypatch):
     """Without them XLA may round between a product and the residual sum."""
-    monkeypatch.setattr(compiled_module, "COMPILER_OPTIONS", {"no_such_option": True})
-    run_block = Jitted(tower_module._run_block.__wrapped__)
-    monkeypatch.setattr(tower_module, "_run_block", run_block)
+    run_block = tower_module._run_block
+    refused = jax.jit(run_block.__wrapped__, compiler_options={"no_such_option": True})
+    monkeypatch.setattr(run_block, "_by_options", refused)
     grid = GRIDS["smaller_than_a_window"]
     patches = random_patches(config, grid)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
