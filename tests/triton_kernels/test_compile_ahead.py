@@ -25,6 +25,9 @@ SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # of them may wait in memory while a loop runs that does without them.
 SPILL_LIMIT = 256
 WAITING_LIMIT = 128
+# Not good, but known, and no more than the table says: 36 registers, of an odd number of pairs,
+# which are loaded element by element.
+KNOWN = {("3.9.0", "sm_90, 80, bfloat16, max 64, rotary 70")}
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +58,11 @@ def test_shared_memory_suffices(compiled):
 
 
 def test_no_kernel_that_must_be_fast_spills(compiled):
-    # Loaded element by element: unaligned rows, an odd number of pairs. Too wide: the last two.
-    exempt = ("float32", "unaligned", "rotary 70", ", 168,", ", 256,")
+    exempt = ("float32", "unaligned", ", 168,", ", 256,")  # the last two are too wide
     fast = [r for r in compiled if r["arch"] == 90 and not any(e in r["variant"] for e in exempt)]
     assert fast
-    assert [r for r in fast if r["stack"] > (WAITING_LIMIT if r["maxnreg"] else 0)] == []
+    spilling = [r for r in fast if r["stack"] > (WAITING_LIMIT if r["maxnreg"] else 0)]
+    assert [r for r in spilling if (triton.__version__, r["variant"]) not in KNOWN] == []
     assert [r for r in fast if r["loop_spills"]] == []
 
 
