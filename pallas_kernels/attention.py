@@ -10,7 +10,13 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.checks import check_arguments
 from pallas_kernels.compile import local_gpus
-from pallas_kernels.launch import auto_fuse, find_launch, head_split, window_limit
+from pallas_kernels.launch import (
+    auto_fuse,
+    find_launch,
+    head_split,
+    rotated_row,
+    window_limit,
+)
 from pallas_kernels.reference import refuse_longer, rope_attention_reference
 from pallas_kernels.rotate_kernel import rotate_kernel
 from pallas_kernels.run import run
@@ -256,7 +262,7 @@ def _kernel(
 def _rotate(
     x: jax.Array, parts: tuple[int, ...], cos: jax.Array, sin: jax.Array, interpret: bool
 ) -> jax.Array:
-    """Parts of x rotated, in the paired order that the attention kernels read."""
+    """Parts of x rotated, [tokens, parts, row] as the attention kernels read them."""
     tokens, _, heads, head_dim = x.shape
     launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads)
     split = head_split(head_dim)
@@ -269,5 +275,5 @@ def _rotate(
         group=launch.block_k,
     )
     programs = pl.cdiv(tokens, launch.block) * pl.cdiv(heads, launch.block_k)
-    shape = (tokens, len(parts), heads, head_dim)
+    shape = (tokens, len(parts), rotated_row(heads, head_dim))
     return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))

@@ -42,6 +42,15 @@ def head_split(head_dim: int) -> HeadSplit:
     return HeadSplit(main, max(MIN_COLUMNS, next_power_of_2(head_dim - main)))
 
 
+def rotated_row(heads: int, head_dim: int) -> int:
+    """Elements of a token's row of heads that are rotated beforehand.
+
+    All their main tiles, then all their tails; rounded up to 128 bytes of 16-bit elements, so that
+    each row starts at a cache line.
+    """
+    return -(-heads * sum(head_split(head_dim)) // 64) * 64
+
+
 def window_limit(dtype: DTypeLike, head_dim: int) -> int:
     """The longest segment that one tile holds; longer ones go to the stream kernel.
 

@@ -10,17 +10,18 @@ from jax.experimental import pallas as pl
 from pallas_kernels.tiles import (
     Head,
     Ref,
+    Rotated,
     Rows,
     Scalar,
     load_angles,
     load_rotary,
     rotary_tile,
-    store_columns,
+    store_rotated,
 )
 
 
 def rotate_kernel(
-    # x is [tokens, parts, heads, head_dim], out has only the parts that are rotated
+    # x is [tokens, parts, heads, head_dim], out [tokens, parts that are rotated, row]
     x_ref: Ref, cos_ref: Ref, sin_ref: Ref, out_ref: Ref,
     *,
     # the parts of x that are rotated
@@ -30,8 +31,11 @@ def rotate_kernel(
     # rows of a tile, heads of a program
     block: int, group: int,
 ) -> None:  # fmt: skip
-    """One program for each (token block, group of heads); writes the paired order."""
-    tokens, _, heads, head_dim = out_ref.shape
+    """Rotate into the paired order, and the places, that load_rotary reads from.
+
+    One program for each (token block, group of heads).
+    """
+    tokens, _, heads, _ = x_ref.shape
     rotary_dim = 2 * cos_ref.shape[1]
     groups = pl.cdiv(heads, group)
     first = (pl.program_id(0) // groups) * block
@@ -44,10 +48,10 @@ def rotate_kernel(
 
             def rotate_head(i: Scalar, _: None, part: int = part, out_part: int = out_part) -> None:
                 x = Head(x_ref, part, first_head + i)
-                pairs = load_rotary(x, rows, first_column, width, head_dim, rotary_dim, True)
+                pairs = load_rotary(x, rows, first_column, width, rotary_dim, True)
                 y = rotary_tile(pairs, cos, sin, True)
-                out = Head(out_ref, out_part, first_head + i)
-                store_columns(out, rows, y, first_column, width, head_dim)
+                out = Rotated(out_ref, out_part, first_head + i, heads)
+                store_rotated(out, rows, y, first_column, width)
 
             jax.lax.fori_loop(0, jnp.minimum(group, heads - first_head), rotate_head, None)
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from pallas_kernels.tiles import (
     Head,
     Ref,
+    Rotated,
     Rows,
     Scalar,
     dot,
@@ -48,7 +49,7 @@ def is_online(dtype: jax.typing.DTypeLike, head_dim: int, max_seqlen: int) -> bo
 
 
 def visit_segment(
-    k_head: Head, v_head: Head, cos_ref: Ref, sin_ref: Ref, scale_log2: float,
+    k_head: Head | Rotated, v_head: Head, cos_ref: Ref, sin_ref: Ref, scale_log2: float,
     q: jax.Array, q_tail: jax.Array | None,
     # the segment's first key, and how many it has
     start: Scalar, keys: Scalar,
@@ -110,7 +111,7 @@ def visit_segment(
 
 
 def visit_keys(
-    k_head: Head, v_head: Head, cos_ref: Ref, sin_ref: Ref, scale_log2: float,
+    k_head: Head | Rotated, v_head: Head, cos_ref: Ref, sin_ref: Ref, scale_log2: float,
     # the query tile, the rows of the key tile, the tail columns' part of the logits (None: not
     # computed ahead); what is subtracted from each row's logits, and the sums so far
     q: jax.Array, q_tail: jax.Array | None, rows: Rows, tail_logits: jax.Array | None, state: tuple,
@@ -118,16 +119,19 @@ def visit_keys(
     main: int, tail: int, rotate_k: bool, online: bool, interpreted: bool,
 ) -> tuple:  # fmt: skip
     """Add one block of keys to the sums."""
-    head_dim = k_head.ref.shape[-1]
+    head_dim = v_head.ref.shape[-1]
     row_max, row_sums, acc, acc_tail = state
-    # V first: see window_kernel.
-    v = load_columns(v_head, rows, 0, main, head_dim)  # [block_k, main]
-    if tail > 0:
-        v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block_k, tail]
+    # The products wait for their copies in the order of these loads. Two copies of K are through
+    # before V is: if there is a tail, K comes first. Without one that loses.
+    if tail == 0:
+        v = load_columns(v_head, rows, 0, main, head_dim)  # [block_k, main]
     logits = key_logits(
         k_head, cos_ref, sin_ref, rows, q, q_tail, tail_logits,
         main=main, tail=tail, rotate_k=rotate_k,
     )  # fmt: skip
+    if tail > 0:
+        v = load_columns(v_head, rows, 0, main, head_dim)  # [block_k, main]
+        v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block_k, tail]
 
     if online:
         new_max = jnp.maximum(row_max, jnp.max(logits, axis=1))
@@ -150,15 +154,15 @@ def visit_keys(
 
 
 def key_logits(
-    k_head: Head, cos_ref: Ref, sin_ref: Ref, rows: Rows,
+    k_head: Head | Rotated, cos_ref: Ref, sin_ref: Ref, rows: Rows,
     q: jax.Array, q_tail: jax.Array | None, tail_logits: jax.Array | None,
     *,
     main: int, tail: int, rotate_k: bool,
 ) -> jax.Array:  # fmt: skip
     """The logits of one block of keys [block, block_k], not scaled; -inf where there is no key."""
-    head_dim, rotary_dim = k_head.ref.shape[-1], 2 * cos_ref.shape[1]
+    rotary_dim = 2 * cos_ref.shape[1]
     cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
-    k = load_rotary(k_head, rows, 0, main, head_dim, rotary_dim, rotate_k)
+    k = load_rotary(k_head, rows, 0, main, rotary_dim, rotate_k)
     k = rotary_tile(k, cos, sin, rotate_k)  # [block_k, main]
     logits = dot(q, k.T, tail_logits)
     if tail > 0 and tail_logits is None:
@@ -169,15 +173,15 @@ def key_logits(
 
 
 def add_tail_product(
-    logits: jax.Array | None, k_head: Head, cos_ref: Ref, sin_ref: Ref, rows: Rows,
+    logits: jax.Array | None, k_head: Head | Rotated, cos_ref: Ref, sin_ref: Ref, rows: Rows,
     q_tail: jax.Array,
     *,
     main: int, tail: int, rotate_k: bool,
 ) -> jax.Array:  # fmt: skip
     """The tail columns' part of the logits [block, block_k], added to the others' (None: alone)."""
-    head_dim, rotary_dim = k_head.ref.shape[-1], 2 * cos_ref.shape[1]
+    rotary_dim = 2 * cos_ref.shape[1]
     cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
-    k_tail = load_rotary(k_head, rows, main, tail, head_dim, rotary_dim, rotate_k)
+    k_tail = load_rotary(k_head, rows, main, tail, rotary_dim, rotate_k)
     k_tail = rotary_tile(k_tail, cos, sin, rotate_k)  # [block_k, tail]
     return dot(q_tail, k_tail.T, logits)
 

@@ -22,6 +22,7 @@ from pallas_kernels.tiles import (
     load_angles,
     load_columns,
     load_rotary,
+    rotary_head,
     rotary_tile,
     segment_bounds,
     store_columns,
@@ -29,7 +30,8 @@ from pallas_kernels.tiles import (
 
 
 def stream_kernel(
-    # q, k and v are [tokens, parts, heads, head_dim], out is [tokens, 1, heads, head_dim]
+    # q, k and v are [tokens, parts, heads, head_dim], those rotated before [tokens, parts, row];
+    # the result is [tokens, 1, heads, head_dim]
     q_ref: Ref, k_ref: Ref, v_ref: Ref,
     cos_ref: Ref, sin_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
     *,
@@ -49,7 +51,7 @@ def stream_kernel(
     interpreted: bool,
 ) -> None:  # fmt: skip
     """One program for each (head, token block); blocks run fastest and share the head's K and V."""
-    tokens, _, _, head_dim = out_ref.shape
+    tokens, _, heads, head_dim = out_ref.shape
     rotary_dim = 2 * cos_ref.shape[1]
     segments = cu_seqlens_ref.shape[0] - 1
     blocks = pl.cdiv(tokens, block)
@@ -58,19 +60,20 @@ def stream_kernel(
     block_end = jnp.minimum(block_start + block, tokens)
     dtype = out_ref.dtype
     token = block_start + jnp.arange(block, dtype=jnp.int32)
-    q_head, k_head, v_head = (
-        Head(ref, part, head) for ref, part in zip((q_ref, k_ref, v_ref), parts, strict=True)
-    )
+    q_part, k_part, v_part = parts
+    q_head = rotary_head(q_ref, q_part, head, heads, rotate_q)
+    k_head = rotary_head(k_ref, k_part, head, heads, rotate_k)
+    v_head = Head(v_ref, v_part, head)
     out_head = Head(out_ref, 0, head)
 
     rows = Rows(block_start, block, token < block_end)
     cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
-    q = load_rotary(q_head, rows, 0, main, head_dim, rotary_dim, rotate_q)
+    q = load_rotary(q_head, rows, 0, main, rotary_dim, rotate_q)
     q = rotary_tile(q, cos, sin, rotate_q)  # [block, main]
     q_tail = None
     if tail > 0:
         cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
-        q_tail = load_rotary(q_head, rows, main, tail, head_dim, rotary_dim, rotate_q)
+        q_tail = load_rotary(q_head, rows, main, tail, rotary_dim, rotate_q)
         q_tail = rotary_tile(q_tail, cos, sin, rotate_q)  # [block, tail]
     if rotate_q and block >= 64:
         # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared

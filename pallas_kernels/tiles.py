@@ -8,8 +8,12 @@ the NeoX form interleaved). Q K^T does not care in which order the columns stand
 agree, and joining the halves this way moves no data between threads. V and the result keep the
 caller's order.
 
+Q and K that rotate_kernel rotated beforehand lie as the tiles are cut: a token's row has the main
+tiles of all heads, then all tails. So the rows of a tile fill cache lines, whatever head_dim is.
+
 This is the file that speaks Pallas' Triton dialect; q, k and v are refs of four axes,
-[tokens, parts, heads, head_dim], of which a kernel reads one part and one head.
+[tokens, parts, heads, head_dim], of which a kernel reads one part and one head. Rotated ones are
+[tokens, parts, row].
 """
 
 from typing import Any, NamedTuple
@@ -31,6 +35,19 @@ class Head(NamedTuple):
     ref: Ref
     part: int
     head: Scalar
+
+
+class Rotated(NamedTuple):
+    """One of so many heads of one part of a [tokens, parts, row] ref, which rotate_kernel wrote."""
+
+    ref: Ref
+    part: int
+    head: Scalar
+    heads: int
+
+    def columns(self, first: int, width: int) -> pl.Slice:
+        """Where in a row the tile of columns first .. first + width stands."""
+        return pl.ds(first * self.heads + self.head * width, width)
 
 
 class Rows(NamedTuple):
@@ -93,10 +110,14 @@ def padding_bounds(cu_seqlens_ref: Ref, segments: int, tokens: int) -> tuple[Sca
     return jnp.clip(cu_seqlens_ref[0], 0, tokens), jnp.clip(cu_seqlens_ref[segments], 0, tokens)
 
 
-def _window(x: Head | Ref, rows: Rows, columns: pl.Slice | jax.Array) -> Ref:
+def _window(x: Head | Rotated | Ref, rows: Rows, columns: pl.Slice | jax.Array) -> Ref:
     """The part of a ref that a tile covers; columns are a slice, or a vector of indices."""
-    prefix = (np.int32(x.part), x.head) if isinstance(x, Head) else ()
-    ref = x.ref if isinstance(x, Head) else x
+    prefix: tuple[Scalar, ...] = ()
+    if isinstance(x, Head):
+        prefix = np.int32(x.part), x.head
+    elif isinstance(x, Rotated):
+        prefix = (np.int32(x.part),)
+    ref = x.ref if prefix else x
     if isinstance(columns, pl.Slice):
         if rows.last is None:
             return ref.at[pl.ds(rows.first, rows.count), *prefix, columns]
@@ -138,6 +159,11 @@ def store_columns(
     """The inverse of load_columns."""
     columns, column_mask = _columns(first, width, head_dim)
     plgpu.store(_window(x, rows, columns), tile, mask=_mask(rows, column_mask))
+
+
+def store_rotated(x: Rotated, rows: Rows, tile: jax.Array, first: int, width: int) -> None:
+    """Write the rotated tile of columns first .. first + width where load_rotary finds it."""
+    plgpu.store(_window(x, rows, x.columns(first, width)), tile, mask=_mask(rows, None))
 
 
 def pair_columns(
@@ -192,12 +218,17 @@ def interleave(y1: jax.Array, y2: jax.Array) -> jax.Array:
     return jnp.stack([y1, y2], axis=-1).reshape(y1.shape[0], 2 * y1.shape[1])
 
 
-def load_rotary(x: Head, rows: Rows, first: int, width: int,
-                head_dim: int, rotary_dim: int, rotate: bool) -> Pair | jax.Array:  # fmt: skip
+def rotary_head(ref: Ref, part: int, head: Scalar, heads: int, rotate: bool) -> Head | Rotated:
+    """What load_rotary takes: a head of the caller's if it is to be rotated, else a rotated one."""
+    return Head(ref, part, head) if rotate else Rotated(ref, part, head, heads)
+
+
+def load_rotary(x: Head | Rotated, rows: Rows, first: int, width: int,
+                rotary_dim: int, rotate: bool) -> Pair | jax.Array:  # fmt: skip
     """What rotary_tile takes: the halves if it rotates, else the tile that rotate_kernel wrote."""
     if rotate:
-        return load_pairs(x, rows, first, width, head_dim, rotary_dim)
-    return load_columns(x, rows, first, width, head_dim)
+        return load_pairs(x, rows, first, width, x.ref.shape[-1], rotary_dim)
+    return _load(_window(x, rows, x.columns(first, width)), _mask(rows, None), 0.0)
 
 
 def rotary_tile(x: Pair | jax.Array, cos: jax.Array, sin: jax.Array, rotate: bool) -> jax.Array:

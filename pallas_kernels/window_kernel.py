@@ -19,6 +19,7 @@ from pallas_kernels.tiles import (
     load_columns,
     load_rotary,
     padding_bounds,
+    rotary_head,
     rotary_tile,
     segment_bounds,
     store_columns,
@@ -26,7 +27,8 @@ from pallas_kernels.tiles import (
 
 
 def window_kernel(
-    # q, k and v are [tokens, parts, heads, head_dim], out is [tokens, 1, heads, head_dim]
+    # q, k and v are [tokens, parts, heads, head_dim], those rotated before [tokens, parts, row];
+    # the result is [tokens, 1, heads, head_dim]
     q_ref: Ref, k_ref: Ref, v_ref: Ref,
     cos_ref: Ref, sin_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
     *,
@@ -50,9 +52,10 @@ def window_kernel(
     segment = pl.program_id(0) // heads
     head = pl.program_id(0) % heads
     dtype = out_ref.dtype
-    q_head, k_head, v_head = (
-        Head(ref, part, head) for ref, part in zip((q_ref, k_ref, v_ref), parts, strict=True)
-    )
+    q_part, k_part, v_part = parts
+    q_head = rotary_head(q_ref, q_part, head, heads, rotate_q)
+    k_head = rotary_head(k_ref, k_part, head, heads, rotate_k)
+    v_head = Head(v_ref, v_part, head)
     out_head = Head(out_ref, 0, head)
 
     start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
@@ -63,11 +66,11 @@ def window_kernel(
     # An empty segment may start at the end.
     loaded = Rows(jnp.minimum(start, tokens - 1), block, None, last=jnp.maximum(length - 1, 0))
 
-    q = load_rotary(q_head, loaded, 0, main, head_dim, rotary_dim, rotate_q)
-    k = load_rotary(k_head, loaded, 0, main, head_dim, rotary_dim, rotate_k)
+    q = load_rotary(q_head, loaded, 0, main, rotary_dim, rotate_q)
+    k = load_rotary(k_head, loaded, 0, main, rotary_dim, rotate_k)
     if tail > 0:
-        q_tail = load_rotary(q_head, loaded, main, tail, head_dim, rotary_dim, rotate_q)
-        k_tail = load_rotary(k_head, loaded, main, tail, head_dim, rotary_dim, rotate_k)
+        q_tail = load_rotary(q_head, loaded, main, tail, rotary_dim, rotate_q)
+        k_tail = load_rotary(k_head, loaded, main, tail, rotary_dim, rotate_k)
     # V before the products: loaded behind them, ptxas 12.8 gets the address of the second of two
     # products with V wrong; a test looks for that in the machine code.
     v = load_columns(v_head, rows, 0, main, head_dim)  # [block, main]

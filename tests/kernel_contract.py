@@ -87,8 +87,9 @@ class KernelContract:
     )
     def test_every_fusion_packed_equals_separate(self, fuse, max_seqlen):
         case = make_case(LENGTHS, trailing=3)
-        separate = self.attention(case, max_seqlen=max_seqlen, fuse=fuse)
-        packed = self.attention(case, packed=True, max_seqlen=max_seqlen, fuse=fuse)
+        options = {"alike": True, "max_seqlen": max_seqlen, "fuse": fuse}
+        separate = self.attention(case, **options)
+        packed = self.attention(case, packed=True, **options)
         assert_accurate(separate, case)
         assert_same_bits(separate, packed)
 

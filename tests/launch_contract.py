@@ -51,3 +51,12 @@ class LaunchContract:
         longest = 4096 + block + block_k
         with launch.launching_by(table.from_text(json.dumps({"default": default}))):
             assert_accurate(self.attention(case, max_seqlen=longest, fuse=fuse), case)
+
+    @pytest.mark.parametrize(
+        ("heads", "head_dim", "row"), [(16, 80, 1280), (16, 72, 1280), (3, 72, 256), (1, 8, 64)]
+    )
+    def test_rows_of_rotated_heads_hold_their_tiles_and_start_at_cache_lines(
+        self, heads, head_dim, row
+    ):
+        launch = importlib.import_module(f"{self.package.__name__}.launch")
+        assert launch.rotated_row(heads, head_dim) == row

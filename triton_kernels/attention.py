@@ -8,7 +8,7 @@ import triton
 from triton_kernels.calls import are_aligned, attention_call, rotate_call, rotate_in_order_call
 from triton_kernels.checks import Form, check_arguments, form_of
 from triton_kernels.dispatch import goes_unseen
-from triton_kernels.launch import auto_fuse, launch_source
+from triton_kernels.launch import auto_fuse, head_split, launch_source, rotated_row
 from triton_kernels.reference import rope_attention_reference
 from triton_kernels.run import run
 
@@ -157,10 +157,10 @@ def attend(
     if fuse == "none":
         q, k = _rotate_both(q, k, cos, sin)
     elif fuse == "q":
-        k = _rotate(k, cos, sin)
+        [k] = _rotate(k, cos, sin)
     if fuse != "qk" or form is None:
         form = form_of((q, k, v, cos, sin, cu_seqlens))
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
     tensors = q, k, v, out, cos, sin, cu_seqlens
     addresses = [x.data_ptr() for x in tensors]
     source = launch_source(q.device.index)
@@ -181,24 +181,31 @@ def _rotate_both(
         and k.storage_offset() - q.storage_offset() == heads * step
     )
     if not behind:
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+        return *_rotate(q, cos, sin), *_rotate(k, cos, sin)
     both = q.as_strided((q.shape[0], 2 * heads, q.shape[2]), q.stride())
-    rotated = _rotate(both, cos, sin, parts=2)
-    return rotated[:, :heads], rotated[:, heads:]
+    return _rotate(both, cos, sin, parts=2)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int = 1) -> torch.Tensor:
+def _rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int = 1
+) -> tuple[torch.Tensor, ...]:
     """x [tokens, heads, head_dim] rotated, in the paired order that the attention kernels read.
 
     parts: how many of Q and K its heads are.
+
+    Returns:
+        For each part its heads' main tiles, behind which the kernels find their tails.
     """
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    tokens, heads, head_dim = x.shape[0], x.shape[1] // parts, x.shape[2]
+    row, main = rotated_row(heads, head_dim), head_split(head_dim).main
+    out = torch.empty((tokens, parts, row), dtype=x.dtype, device=x.device)
     tensors = x, out, cos, sin
     addresses = [x.data_ptr() for x in tensors]
     source = launch_source(x.device.index)
     call = rotate_call(form_of(tensors), are_aligned(addresses), source, parts)
     run(call, tensors, addresses)
-    return out
+    shape, strides = (tokens, heads, main), (parts * row, main, 1)
+    return tuple(out[:, part].as_strided(shape, strides) for part in range(parts))
 
 
 def rotate_in_order(

@@ -48,10 +48,11 @@ def attention_call(
 ) -> Call:
     """Attention, of the form of (q, k, v, cos, sin, cu_seqlens) or (qkv, cos, sin, cu_seqlens).
 
-    at_16: their addresses are aligned. fuse: "qk", or what is rotated already, K ("q") or both.
+    at_16: their addresses are aligned. fuse: "qk", or what is rotated already, K ("q") or both, of
+    which the form has the main tiles.
     """
     *qkv, cos, _, cu_seqlens = (_Tensor(*x) for x in form)
-    x = qkv[0]
+    x = qkv[-1]
     tokens, (heads, head_dim) = x.shape[0], x.shape[-2:]
     packed = len(qkv) == 1
     rows = [x.strides[0], x.strides[2]] * 3 if packed else [s for x in qkv for s in x.strides[:2]]
@@ -78,22 +79,21 @@ def attention_call(
 
 @_remembered
 def rotate_call(form: Form, at_16: bool, source: LaunchSource, parts: int = 1) -> Call:
-    """Rotation into paired order, of the form of (x, out, cos, sin).
+    """Rotation beforehand, of the form of (x, out, cos, sin); out is [tokens, parts, row].
 
     parts: how many of Q and K the heads of x are.
     """
     x, out, cos, _ = (_Tensor(*x) for x in form)
-    tokens, heads, head_dim = x.shape
+    tokens, heads, head_dim = x.shape[0], x.shape[1] // parts, x.shape[2]
     aligned, angle_unit, strides = _in_units([*x.strides[:2], *out.strides[:2]], cos, at_16)
-    rows = tokens * heads // parts
-    launch = find_launch("rotate", x.dtype, head_dim, 1, rows, source, aligned)
-    programs = triton.cdiv(tokens, launch.block) * triton.cdiv(heads, launch.block_k)
+    launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads, source, aligned)
+    programs = triton.cdiv(tokens, launch.block) * parts * triton.cdiv(heads, launch.block_k)
     split = head_split(head_dim)
     constants = (
         head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit,
         launch.block, launch.block_k,
     )  # fmt: skip
-    numbers = tokens, heads, *strides
+    numbers = tokens, heads, parts, *strides
     return _call(rotate_kernel, programs, launch, numbers, constants, x, aligned)
 
 

@@ -16,6 +16,11 @@ from triton_kernels.tiles import (
 
 # Sizes and strides vary from call to call: one binary serves all.
 NUMBERS = (
+    *("tokens", "heads", "parts"),
+    *("x_stride", "x_head_stride", "out_stride", "out_part_stride"),
+    "angle_stride",
+)
+NUMBERS_IN_ORDER = (
     *("tokens", "heads"),
     *("x_stride", "x_head_stride", "out_stride", "out_head_stride"),
     "angle_stride",
@@ -26,11 +31,11 @@ NUMBERS = (
 def rotate_kernel(
     # tensors
     x_ptr, out_ptr, cos_ptr, sin_ptr,
-    # sizes
-    tokens, heads,
+    # sizes: x has the heads of all parts one behind the other
+    tokens, heads, parts,
     # strides, see ALIGNED; the last axis is contiguous
     x_stride, x_head_stride,
-    out_stride, out_head_stride,
+    out_stride, out_part_stride,
     angle_stride,
     # shape of a head and how it is cut
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
@@ -40,60 +45,54 @@ def rotate_kernel(
     # rows of a tile, heads of a program
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Rotate into the paired order that the attention kernels read.
+    """Rotate into the paired order, and the places, that load_rotary reads from.
 
-    One program for each (token block, group of heads).
+    One program for each (token block, part, group of heads).
     """
     # Written out, the factors tell the compiler that it may load 16 bytes at a time.
     UNIT: tl.constexpr = 8 if ALIGNED else 1
     x_stride, out_stride = x_stride * UNIT, out_stride * UNIT
     x_head_stride = x_head_stride.to(tl.int64) * UNIT
-    out_head_stride = out_head_stride.to(tl.int64) * UNIT
+    out_part_stride = out_part_stride.to(tl.int64) * UNIT
     angle_stride = angle_stride * ANGLE_UNIT
     groups = tl.cdiv(heads, GROUP)
-    first = (tl.program_id(0) // groups).to(tl.int64) * BLOCK
+    first = (tl.program_id(0) // (parts * groups)).to(tl.int64) * BLOCK
+    part = tl.program_id(0) // groups % parts
     first_head = (tl.program_id(0) % groups) * GROUP
     group = tl.minimum(GROUP, heads - first_head)
     rows = tl.arange(0, BLOCK)
     mask = rows < tokens - first
-    x_ptr += first * x_stride
-    out_ptr += first * out_stride
     cos_ptr += first * angle_stride
     sin_ptr += first * angle_stride
-    x_ptr += first_head * x_head_stride
-    out_ptr += first_head * out_head_stride
+    x_ptr += first * x_stride + (part * heads + first_head) * x_head_stride
+    out_ptr += first * out_stride + part * out_part_stride
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
-    x_head, out_head = x_ptr, out_ptr
-    for _ in range(0, group):
+    for i in range(0, group):
         rotate_tile(
-            x_head, x_stride, out_head, out_stride,
+            x_ptr + i * x_head_stride, x_stride, out_ptr + (first_head + i) * MAIN, out_stride,
             rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM,
         )  # fmt: skip
-        x_head += x_head_stride
-        out_head += out_head_stride
     if TAIL > 0:
+        out_ptr += heads * MAIN
         cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
-        x_head, out_head = x_ptr, out_ptr
-        for _ in range(0, group):
+        for i in range(0, group):
             rotate_tile(
-                x_head, x_stride, out_head, out_stride,
+                x_ptr + i * x_head_stride, x_stride, out_ptr + (first_head + i) * TAIL, out_stride,
                 rows, mask, cos, sin, MAIN, TAIL, HEAD_DIM, ROTARY_DIM,
             )  # fmt: skip
-            x_head += x_head_stride
-            out_head += out_head_stride
 
 
 @triton.jit
 def rotate_tile(x_ptr, x_stride, out_ptr, out_stride, rows, mask, cos, sin,
                 FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
                 ROTARY_DIM: tl.constexpr):  # fmt: skip
-    """Rotate columns FIRST .. FIRST + WIDTH (in paired order) of one head."""
-    x = load_rotary(x_ptr, x_stride, rows, mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM, True)
+    """Rotate columns FIRST .. FIRST + WIDTH (in paired order) of one head; 0 past head_dim."""
+    x = load_rotary(x_ptr, x_stride, rows, mask, 0, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM, True)
     y = rotary_tile(x, cos, sin, True)
-    store_columns(out_ptr, out_stride, rows, mask, y, FIRST, WIDTH, HEAD_DIM)
+    store_columns(out_ptr, out_stride, rows, mask, y, 0, WIDTH, WIDTH)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=NUMBERS_IN_ORDER)
 def rotate_in_order_kernel(
     # tensors; out may be x itself
     x_ptr, out_ptr, cos_ptr, sin_ptr,

@@ -37,7 +37,8 @@ def visit_segment(
     k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
     # the segment's first key, and how many it has
     start, keys,
-    q, q_tail,
+    # the query tile, and where rotated keys have their tail: see rotated_tail
+    q, q_tail, tail_column,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     ROTATE_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +58,7 @@ def visit_segment(
     if not ONLINE:
         logits = key_logits(
             k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, key_rows, key_rows < keys,
-            q, q_tail, None,
+            q, q_tail, tail_column, None,
             HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
         )  # fmt: skip
         # Scaled, it is rounded. If it is so large that this would count, or no number, infinity
@@ -72,7 +73,7 @@ def visit_segment(
     if AHEAD:
         tail_logits = add_tail_product(
             None, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, key_rows, key_rows < keys,
-            q_tail,
+            q_tail, tail_column,
             HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
         )  # fmt: skip
     # Whole blocks of keys need no mask; what is left over is one block more.
@@ -81,7 +82,8 @@ def visit_segment(
         row_max, row_sums, acc, acc_tail = visit_keys(
             k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
             key_rows, None,
-            q, q_tail, tail_logits if AHEAD else None, row_max, row_sums, acc, acc_tail,
+            q, q_tail, tail_column, tail_logits if AHEAD else None,
+            row_max, row_sums, acc, acc_tail,
             HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, ONLINE,
         )  # fmt: skip
         k_ptr += k_step
@@ -91,14 +93,14 @@ def visit_segment(
         if AHEAD:
             tail_logits = add_tail_product(
                 None, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride,
-                key_rows, key_rows < keys - BLOCK_K - key, q_tail,
+                key_rows, key_rows < keys - BLOCK_K - key, q_tail, tail_column,
                 HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
             )  # fmt: skip
     if whole < keys:
         row_max, row_sums, acc, acc_tail = visit_keys(
             k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
             key_rows, key_rows < keys - whole,
-            q, q_tail, None, row_max, row_sums, acc, acc_tail,
+            q, q_tail, tail_column, None, row_max, row_sums, acc, acc_tail,
             HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, ONLINE,
         )  # fmt: skip
     return tl.sum(row_sums, 1), acc, acc_tail
@@ -109,21 +111,25 @@ def visit_keys(
     k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
     # the rows of the key tile from those pointers on, and which of them are keys (None: all)
     rows, mask,
-    # the query tile, its tail columns' product with the key tile's (None: not computed ahead), what
-    # is subtracted from each row's logits, and the sums so far
-    q, q_tail, tail_logits, row_max, row_sums, acc, acc_tail,
+    # the query tile, where rotated keys have their tail, its product with the queries' (None: not
+    # computed ahead), what is subtracted from each row's logits, and the sums so far
+    q, q_tail, tail_column, tail_logits, row_max, row_sums, acc, acc_tail,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     ROTATE_K: tl.constexpr, ONLINE: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys to the sums."""
-    # V first: see window_kernel.
-    v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK_K, MAIN]
-    if TAIL > 0:
-        v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)  # [BLOCK_K, TAIL]
+    # The products wait for their copies in the order of these loads. Two copies of K are through
+    # before V is: if there is a tail, K comes first. Without one that loses.
+    if TAIL == 0:
+        v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK_K, MAIN]
     logits = key_logits(
-        k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask, q, q_tail, tail_logits,
+        k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
+        q, q_tail, tail_column, tail_logits,
         HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
     )  # fmt: skip
+    if TAIL > 0:
+        v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK_K, MAIN]
+        v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)  # [BLOCK_K, TAIL]
 
     if ONLINE:
         new_max = tl.maximum(row_max, tl.max(logits, 1))
@@ -145,18 +151,20 @@ def visit_keys(
 
 @triton.jit
 def key_logits(
-    k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask, q, q_tail, tail_logits,
+    k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
+    q, q_tail, tail_column, tail_logits,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     ROTATE_K: tl.constexpr,
 ):  # fmt: skip
     """The logits of one block of keys [BLOCK, BLOCK_K], not scaled; -inf where there is no key."""
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
-    k = load_rotary(k_ptr, k_stride, rows, mask, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K)
+    k = load_rotary(k_ptr, k_stride, rows, mask, 0, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K)
     k = rotary_tile(k, cos, sin, ROTATE_K)  # [BLOCK_K, MAIN]
     logits = dot(q, tl.trans(k), tail_logits)
     if TAIL > 0 and tail_logits is None:
         logits = add_tail_product(
-            logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask, q_tail,
+            logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
+            q_tail, tail_column,
             HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
         )  # fmt: skip
     return logits if mask is None else tl.where(mask[None, :], logits, -float("inf"))
@@ -164,13 +172,16 @@ def key_logits(
 
 @triton.jit
 def add_tail_product(
-    logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask, q_tail,
+    logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
+    q_tail, tail_column,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     ROTATE_K: tl.constexpr,
 ):  # fmt: skip
     """The tail columns' part of the logits [BLOCK, BLOCK_K], added to the others' (None: alone)."""
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
-    k_tail = load_rotary(k_ptr, k_stride, rows, mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K)
+    k_tail = load_rotary(
+        k_ptr, k_stride, rows, mask, tail_column, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
+    )
     k_tail = rotary_tile(k_tail, cos, sin, ROTATE_K)  # [BLOCK_K, TAIL]
     return dot(q_tail, tl.trans(k_tail), logits)
 

@@ -7,6 +7,9 @@ Rotated tiles hold their columns in pairs, x1 and x2 of one angle side by side (
 the NeoX form interleaved). Q K^T does not care in which order the columns stand as long as Q and K
 agree, and joining the halves this way moves no data between threads. V and the result keep the
 caller's order.
+
+Q and K that rotate_kernel rotated beforehand lie as the tiles are cut: a token's row has the main
+tiles of all heads, then all tails. So the rows of a tile fill cache lines, whatever head_dim is.
 """
 
 import triton
@@ -145,14 +148,24 @@ def rotate_pairs(x, cos, sin):
 
 
 @triton.jit
-def load_rotary(x_ptr, stride, rows, row_mask, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-                HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+def rotated_tail(head, HEADS: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
+    """How many columns behind its main tile a rotated head's tail stands."""
+    return HEADS * MAIN - head * (MAIN - TAIL)
+
+
+@triton.jit
+def load_rotary(x_ptr, stride, rows, row_mask, rotated_column, FIRST: tl.constexpr,
+                WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
                 ROTATE: tl.constexpr):  # fmt: skip
-    """What rotary_tile takes: the halves if it rotates, else the tile that rotate_kernel wrote."""
+    """What rotary_tile takes: the halves if it rotates, else the tile that rotate_kernel wrote.
+
+    x_ptr is where the head starts, and rotated_column how far behind it the rotated tile does.
+    """
     if ROTATE:
         return load_pairs(x_ptr, stride, rows, row_mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
     else:
-        return load_columns(x_ptr, stride, rows, row_mask, FIRST, WIDTH, HEAD_DIM)
+        column = rotated_column + tl.arange(0, WIDTH)
+        return load_tile(x_ptr + offsets(rows, stride, column), row_mask, column, 0.0, WIDTH, WIDTH)
 
 
 @triton.jit

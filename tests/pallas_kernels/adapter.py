@@ -8,6 +8,8 @@ import numpy as np
 
 import pallas_kernels
 
+ON_CPU = jax.default_backend() == "cpu"
+
 
 def public_function(packed, options):
     """The function with these (name, value) pairs as its keywords."""
@@ -19,9 +21,12 @@ def public_function(packed, options):
 
 
 @functools.cache
-def jitted(packed, options):
+def jitted(packed, options, alike):
     """Jitted once for all tests that use these keywords."""
-    return jax.jit(public_function(packed, options))
+    # On a CPU XLA fuses elementwise operations, here so and there so, and a sum of products is
+    # rounded once where they meet in one loop.
+    compiler_options = {"xla_disable_hlo_passes": "fusion"} if alike and ON_CPU else None
+    return jax.jit(public_function(packed, options), compiler_options=compiler_options)
 
 
 class JaxAdapter:
@@ -31,7 +36,8 @@ class JaxAdapter:
     package = pallas_kernels
     array = staticmethod(jnp.asarray)
 
-    def attention(self, case, packed=False, **options):
+    def attention(self, case, packed=False, alike=False, **options):
+        """One call; alike: programs of one computation are to round alike."""
         arguments = case.packed if packed else case.separate
         if self.implementation == "reference":
             options.pop("fuse", None)  # nothing to fuse: no other program to compile
@@ -40,7 +46,7 @@ class JaxAdapter:
         if ("max_seqlen", None) in options:  # not under jit
             function = public_function(packed, options)
         else:
-            function = jitted(packed, options)
+            function = jitted(packed, options, alike)
         return np.array(function(*map(jnp.asarray, arguments)))
 
     def check_cu_seqlens(self, cu_seqlens, *arguments):

@@ -41,8 +41,11 @@ class TorchAdapter:
     package = triton_kernels
     array = staticmethod(to_torch)
 
-    def attention(self, case, packed=False, **options):
-        """One call with NaN around every input, and in and around every result beforehand."""
+    def attention(self, case, packed=False, alike=False, **options):
+        """One call with NaN around every input, and in and around every result beforehand.
+
+        alike: programs of one computation are to round alike, which these always do.
+        """
         *tensors, cu_seqlens = map(to_torch, case.packed if packed else case.separate)
         inputs = [guarded(x) for x in tensors]
         held = [buffer.clone() for _, buffer in inputs]
