@@ -204,8 +204,8 @@ def _rotate(
     source = launch_source(x.device.index)
     call = rotate_call(form_of(tensors), are_aligned(addresses), source, parts)
     run(call, tensors, addresses)
-    shape, strides = (tokens, heads, main), (parts * row, main, 1)
-    return tuple(out[:, part].as_strided(shape, strides) for part in range(parts))
+    shape, strides, first = (tokens, heads, main), (parts * row, main, 1), out.storage_offset()
+    return tuple([out.as_strided(shape, strides, first + part * row) for part in range(parts)])
 
 
 def rotate_in_order(
