@@ -90,10 +90,10 @@ def rotate_call(form: Form, at_16: bool, source: LaunchSource, parts: int = 1) -
     programs = triton.cdiv(tokens, launch.block) * parts * triton.cdiv(heads, launch.block_k)
     split = head_split(head_dim)
     constants = (
-        head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit,
+        head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit, parts,
         launch.block, launch.block_k,
     )  # fmt: skip
-    numbers = tokens, heads, parts, *strides
+    numbers = tokens, heads, *strides
     return _call(rotate_kernel, programs, launch, numbers, constants, x, aligned)
 
 

@@ -16,7 +16,7 @@ from triton_kernels.tiles import (
 
 # Sizes and strides vary from call to call: one binary serves all.
 NUMBERS = (
-    *("tokens", "heads", "parts"),
+    *("tokens", "heads"),
     *("x_stride", "x_head_stride", "out_stride", "out_part_stride"),
     "angle_stride",
 )
@@ -31,8 +31,8 @@ NUMBERS_IN_ORDER = (
 def rotate_kernel(
     # tensors
     x_ptr, out_ptr, cos_ptr, sin_ptr,
-    # sizes: x has the heads of all parts one behind the other
-    tokens, heads, parts,
+    # sizes
+    tokens, heads,
     # strides, see ALIGNED; the last axis is contiguous
     x_stride, x_head_stride,
     out_stride, out_part_stride,
@@ -42,6 +42,8 @@ def rotate_kernel(
     MAIN: tl.constexpr, TAIL: tl.constexpr,
     # strides of x and out come in units of 8 elements, else of 1; the angles' of ANGLE_UNIT
     ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
+    # how many of Q and K there are, whose heads stand one behind the other in x
+    PARTS: tl.constexpr,
     # rows of a tile, heads of a program
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -56,8 +58,8 @@ def rotate_kernel(
     out_part_stride = out_part_stride.to(tl.int64) * UNIT
     angle_stride = angle_stride * ANGLE_UNIT
     groups = tl.cdiv(heads, GROUP)
-    first = (tl.program_id(0) // (parts * groups)).to(tl.int64) * BLOCK
-    part = tl.program_id(0) // groups % parts
+    first = (tl.program_id(0) // groups // PARTS).to(tl.int64) * BLOCK
+    part = tl.program_id(0) // groups % PARTS
     first_head = (tl.program_id(0) % groups) * GROUP
     group = tl.minimum(GROUP, heads - first_head)
     rows = tl.arange(0, BLOCK)
@@ -67,19 +69,24 @@ def rotate_kernel(
     x_ptr += first * x_stride + (part * heads + first_head) * x_head_stride
     out_ptr += first * out_stride + part * out_part_stride
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
-    for i in range(0, group):
+    x_head, out_tile = x_ptr, out_ptr + first_head * MAIN
+    for _ in range(0, group):
         rotate_tile(
-            x_ptr + i * x_head_stride, x_stride, out_ptr + (first_head + i) * MAIN, out_stride,
+            x_head, x_stride, out_tile, out_stride,
             rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM,
         )  # fmt: skip
+        x_head += x_head_stride
+        out_tile += MAIN
     if TAIL > 0:
-        out_ptr += heads * MAIN
         cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
-        for i in range(0, group):
+        x_head, out_tile = x_ptr, out_ptr + heads * MAIN + first_head * TAIL
+        for _ in range(0, group):
             rotate_tile(
-                x_ptr + i * x_head_stride, x_stride, out_ptr + (first_head + i) * TAIL, out_stride,
+                x_head, x_stride, out_tile, out_stride,
                 rows, mask, cos, sin, MAIN, TAIL, HEAD_DIM, ROTARY_DIM,
             )  # fmt: skip
+            x_head += x_head_stride
+            out_tile += TAIL
 
 
 @triton.jit

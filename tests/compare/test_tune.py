@@ -152,7 +152,7 @@ def test_cases_and_candidates_are_well_formed():
         for candidate in made.candidates:
             row = Row(made.kernel, Launch(**candidate), "half", made.max_head_dim, made.max_length)
             assert Row.from_json(json.loads(json.dumps(row.to_json()))) == row
-    assert sum(len(made.candidates) for made in cases) < 180  # four minutes for both packages
+    assert sum(len(made.candidates) for made in cases) < 190  # four minutes for both packages
 
 
 @pytest.mark.parametrize("write", [False, True])
