@@ -10,13 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.checks import check_arguments
 from pallas_kernels.compile import local_gpus
-from pallas_kernels.launch import (
-    auto_fuse,
-    find_launch,
-    head_split,
-    rotated_row,
-    window_limit,
-)
+from pallas_kernels.launch import auto_fuse, find_launch, head_split, rotated_row, window_limit
 from pallas_kernels.reference import refuse_longer, rope_attention_reference
 from pallas_kernels.rotate_kernel import rotate_kernel
 from pallas_kernels.run import run

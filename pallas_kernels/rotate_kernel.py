@@ -14,7 +14,7 @@ from pallas_kernels.tiles import (
     Rows,
     Scalar,
     load_angles,
-    load_rotary,
+    load_pairs,
     rotary_tile,
     store_rotated,
 )
@@ -35,7 +35,7 @@ def rotate_kernel(
 
     One program for each (token block, group of heads).
     """
-    tokens, _, heads, _ = x_ref.shape
+    tokens, _, heads, head_dim = x_ref.shape
     rotary_dim = 2 * cos_ref.shape[1]
     groups = pl.cdiv(heads, group)
     first = (pl.program_id(0) // groups) * block
@@ -48,7 +48,7 @@ def rotate_kernel(
 
             def rotate_head(i: Scalar, _: None, part: int = part, out_part: int = out_part) -> None:
                 x = Head(x_ref, part, first_head + i)
-                pairs = load_rotary(x, rows, first_column, width, rotary_dim, True)
+                pairs = load_pairs(x, rows, first_column, width, head_dim, rotary_dim)
                 y = rotary_tile(pairs, cos, sin, True)
                 out = Rotated(out_ref, out_part, first_head + i, heads)
                 store_rotated(out, rows, y, first_column, width)

@@ -45,10 +45,6 @@ class Rotated(NamedTuple):
     head: Scalar
     heads: int
 
-    def columns(self, first: int, width: int) -> pl.Slice:
-        """Where in a row the tile of columns first .. first + width stands."""
-        return pl.ds(first * self.heads + self.head * width, width)
-
 
 class Rows(NamedTuple):
     """The rows of a tile.
@@ -112,12 +108,11 @@ def padding_bounds(cu_seqlens_ref: Ref, segments: int, tokens: int) -> tuple[Sca
 
 def _window(x: Head | Rotated | Ref, rows: Rows, columns: pl.Slice | jax.Array) -> Ref:
     """The part of a ref that a tile covers; columns are a slice, or a vector of indices."""
-    prefix: tuple[Scalar, ...] = ()
+    ref, prefix = x, ()
     if isinstance(x, Head):
-        prefix = np.int32(x.part), x.head
+        ref, prefix = x.ref, (np.int32(x.part), x.head)
     elif isinstance(x, Rotated):
-        prefix = (np.int32(x.part),)
-    ref = x.ref if prefix else x
+        ref, prefix = x.ref, (np.int32(x.part),)
     if isinstance(columns, pl.Slice):
         if rows.last is None:
             return ref.at[pl.ds(rows.first, rows.count), *prefix, columns]
@@ -159,11 +154,6 @@ def store_columns(
     """The inverse of load_columns."""
     columns, column_mask = _columns(first, width, head_dim)
     plgpu.store(_window(x, rows, columns), tile, mask=_mask(rows, column_mask))
-
-
-def store_rotated(x: Rotated, rows: Rows, tile: jax.Array, first: int, width: int) -> None:
-    """Write the rotated tile of columns first .. first + width where load_rotary finds it."""
-    plgpu.store(_window(x, rows, x.columns(first, width)), tile, mask=_mask(rows, None))
 
 
 def pair_columns(
@@ -218,6 +208,16 @@ def interleave(y1: jax.Array, y2: jax.Array) -> jax.Array:
     return jnp.stack([y1, y2], axis=-1).reshape(y1.shape[0], 2 * y1.shape[1])
 
 
+def rotated_columns(x: Rotated, first: int, width: int) -> pl.Slice:
+    """Where in a row of rotated heads a head's tile of columns first .. first + width stands."""
+    return pl.ds(first * x.heads + x.head * width, width)
+
+
+def store_rotated(x: Rotated, rows: Rows, tile: jax.Array, first: int, width: int) -> None:
+    """Write the rotated tile of columns first .. first + width where load_rotary finds it."""
+    plgpu.store(_window(x, rows, rotated_columns(x, first, width)), tile, mask=_mask(rows, None))
+
+
 def rotary_head(ref: Ref, part: int, head: Scalar, heads: int, rotate: bool) -> Head | Rotated:
     """What load_rotary takes: a head of the caller's if it is to be rotated, else a rotated one."""
     return Head(ref, part, head) if rotate else Rotated(ref, part, head, heads)
@@ -228,7 +228,7 @@ def load_rotary(x: Head | Rotated, rows: Rows, first: int, width: int,
     """What rotary_tile takes: the halves if it rotates, else the tile that rotate_kernel wrote."""
     if rotate:
         return load_pairs(x, rows, first, width, x.ref.shape[-1], rotary_dim)
-    return _load(_window(x, rows, x.columns(first, width)), _mask(rows, None), 0.0)
+    return _load(_window(x, rows, rotated_columns(x, first, width)), _mask(rows, None), 0.0)
 
 
 def rotary_tile(x: Pair | jax.Array, cos: jax.Array, sin: jax.Array, rotate: bool) -> jax.Array:

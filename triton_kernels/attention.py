@@ -8,7 +8,7 @@ import triton
 from triton_kernels.calls import are_aligned, attention_call, rotate_call, rotate_in_order_call
 from triton_kernels.checks import Form, check_arguments, form_of
 from triton_kernels.dispatch import goes_unseen
-from triton_kernels.launch import auto_fuse, head_split, launch_source, rotated_row
+from triton_kernels.launch import auto_fuse, launch_source, rotated_row
 from triton_kernels.reference import rope_attention_reference
 from triton_kernels.run import run
 
@@ -189,23 +189,21 @@ def _rotate_both(
 def _rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int = 1
 ) -> tuple[torch.Tensor, ...]:
-    """x [tokens, heads, head_dim] rotated, in the paired order that the attention kernels read.
+    """x [tokens, heads, head_dim] rotated: for each part what the attention kernels read.
 
     parts: how many of Q and K its heads are.
 
     Returns:
-        For each part its heads' main tiles, behind which the kernels find their tails.
+        [tokens, row] for each, see rotated_row.
     """
-    tokens, heads, head_dim = x.shape[0], x.shape[1] // parts, x.shape[2]
-    row, main = rotated_row(heads, head_dim), head_split(head_dim).main
-    out = torch.empty((tokens, parts, row), dtype=x.dtype, device=x.device)
+    row = rotated_row(x.shape[1] // parts, x.shape[2])
+    out = torch.empty((x.shape[0], parts, row), dtype=x.dtype, device=x.device)
     tensors = x, out, cos, sin
     addresses = [x.data_ptr() for x in tensors]
     source = launch_source(x.device.index)
     call = rotate_call(form_of(tensors), are_aligned(addresses), source, parts)
     run(call, tensors, addresses)
-    shape, strides, first = (tokens, heads, main), (parts * row, main, 1), out.storage_offset()
-    return tuple([out.as_strided(shape, strides, first + part * row) for part in range(parts)])
+    return out.unbind(1)
 
 
 def rotate_in_order(

@@ -48,14 +48,14 @@ def attention_call(
 ) -> Call:
     """Attention, of the form of (q, k, v, cos, sin, cu_seqlens) or (qkv, cos, sin, cu_seqlens).
 
-    at_16: their addresses are aligned. fuse: "qk", or what is rotated already, K ("q") or both, of
-    which the form has the main tiles.
+    at_16: their addresses are aligned. fuse: "qk", or what is rotated already, K ("q") or both,
+    which are [tokens, row].
     """
     *qkv, cos, _, cu_seqlens = (_Tensor(*x) for x in form)
     x = qkv[-1]
     tokens, (heads, head_dim) = x.shape[0], x.shape[-2:]
     packed = len(qkv) == 1
-    rows = [x.strides[0], x.strides[2]] * 3 if packed else [s for x in qkv for s in x.strides[:2]]
+    rows = [x.strides[0], x.strides[2]] * 3 if packed else [s for x in qkv for s in _row_strides(x)]
     aligned, angle_unit, strides = _in_units(rows, cos, at_16)
     segments = cu_seqlens.shape[0] - 1
     shape = x.dtype, head_dim, max_seqlen, tokens * heads
@@ -109,6 +109,11 @@ def rotate_in_order_call(form: Form, at_16: bool) -> Call:
     constants = half, vector, aligned, angle_unit, IN_ORDER.block
     numbers = tokens, heads, *strides
     return _call(rotate_in_order_kernel, programs, IN_ORDER, numbers, constants, x, aligned)
+
+
+def _row_strides(x: _Tensor) -> tuple[int, int]:
+    """Token and head stride; 0 for the heads of a rotated row, which have places of their own."""
+    return x.strides[0], x.strides[1] if len(x.shape) == 3 else 0
 
 
 def _in_units(rows: list[int], cos: _Tensor, at_16: bool) -> tuple[bool, int, tuple[int, ...]]:

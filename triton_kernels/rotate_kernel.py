@@ -9,9 +9,9 @@ import triton.language as tl
 from triton_kernels.tiles import (
     cast,
     load_angles,
-    load_rotary,
+    load_pairs,
     rotary_tile,
-    store_columns,
+    store_rotated,
 )
 
 # Sizes and strides vary from call to call: one binary serves all.
@@ -69,34 +69,32 @@ def rotate_kernel(
     x_ptr += first * x_stride + (part * heads + first_head) * x_head_stride
     out_ptr += first * out_stride + part * out_part_stride
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
-    x_head, out_tile = x_ptr, out_ptr + first_head * MAIN
-    for _ in range(0, group):
+    x_head = x_ptr
+    for i in range(0, group):
         rotate_tile(
-            x_head, x_stride, out_tile, out_stride,
-            rows, mask, cos, sin, 0, MAIN, HEAD_DIM, ROTARY_DIM,
+            x_head, x_stride, out_ptr, out_stride,
+            rows, mask, cos, sin, first_head + i, heads, 0, MAIN, HEAD_DIM, ROTARY_DIM,
         )  # fmt: skip
         x_head += x_head_stride
-        out_tile += MAIN
     if TAIL > 0:
         cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
-        x_head, out_tile = x_ptr, out_ptr + heads * MAIN + first_head * TAIL
-        for _ in range(0, group):
+        x_head = x_ptr
+        for i in range(0, group):
             rotate_tile(
-                x_head, x_stride, out_tile, out_stride,
-                rows, mask, cos, sin, MAIN, TAIL, HEAD_DIM, ROTARY_DIM,
+                x_head, x_stride, out_ptr, out_stride,
+                rows, mask, cos, sin, first_head + i, heads, MAIN, TAIL, HEAD_DIM, ROTARY_DIM,
             )  # fmt: skip
             x_head += x_head_stride
-            out_tile += TAIL
 
 
 @triton.jit
-def rotate_tile(x_ptr, x_stride, out_ptr, out_stride, rows, mask, cos, sin,
+def rotate_tile(x_ptr, x_stride, out_ptr, out_stride, rows, mask, cos, sin, head, heads,
                 FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
                 ROTARY_DIM: tl.constexpr):  # fmt: skip
     """Rotate columns FIRST .. FIRST + WIDTH (in paired order) of one head; 0 past head_dim."""
-    x = load_rotary(x_ptr, x_stride, rows, mask, 0, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM, True)
-    y = rotary_tile(x, cos, sin, True)
-    store_columns(out_ptr, out_stride, rows, mask, y, 0, WIDTH, WIDTH)
+    pairs = load_pairs(x_ptr, x_stride, rows, mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
+    y = rotary_tile(pairs, cos, sin, True)
+    store_rotated(out_ptr, out_stride, rows, mask, y, head, heads, FIRST, WIDTH)
 
 
 @triton.jit(do_not_specialize=NUMBERS_IN_ORDER)

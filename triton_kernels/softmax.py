@@ -37,9 +37,10 @@ def visit_segment(
     k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
     # the segment's first key, and how many it has
     start, keys,
-    # the query tile, and where rotated keys have their tail: see rotated_tail
-    q, q_tail, tail_column,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    # the query tile, and which head it is of
+    q, q_tail, head,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr,
     ROTATE_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr,
 ):  # fmt: skip
     """Over a segment's keys, for all query rows: sums of the probabilities, and of V by these."""
@@ -58,8 +59,8 @@ def visit_segment(
     if not ONLINE:
         logits = key_logits(
             k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, key_rows, key_rows < keys,
-            q, q_tail, tail_column, None,
-            HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+            q, q_tail, head, None,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
         )  # fmt: skip
         # Scaled, it is rounded. If it is so large that this would count, or no number, infinity
         # takes its place, which suits no row: all probabilities are 0 or NaN.
@@ -73,8 +74,8 @@ def visit_segment(
     if AHEAD:
         tail_logits = add_tail_product(
             None, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, key_rows, key_rows < keys,
-            q_tail, tail_column,
-            HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+            q_tail, head,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
         )  # fmt: skip
     # Whole blocks of keys need no mask; what is left over is one block more.
     whole = keys // BLOCK_K * BLOCK_K
@@ -82,9 +83,9 @@ def visit_segment(
         row_max, row_sums, acc, acc_tail = visit_keys(
             k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
             key_rows, None,
-            q, q_tail, tail_column, tail_logits if AHEAD else None,
+            q, q_tail, head, tail_logits if AHEAD else None,
             row_max, row_sums, acc, acc_tail,
-            HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, ONLINE,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, ONLINE,
         )  # fmt: skip
         k_ptr += k_step
         v_ptr += v_step
@@ -93,15 +94,15 @@ def visit_segment(
         if AHEAD:
             tail_logits = add_tail_product(
                 None, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride,
-                key_rows, key_rows < keys - BLOCK_K - key, q_tail, tail_column,
-                HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+                key_rows, key_rows < keys - BLOCK_K - key, q_tail, head,
+                HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
             )  # fmt: skip
     if whole < keys:
         row_max, row_sums, acc, acc_tail = visit_keys(
             k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
             key_rows, key_rows < keys - whole,
-            q, q_tail, tail_column, None, row_max, row_sums, acc, acc_tail,
-            HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, ONLINE,
+            q, q_tail, head, None, row_max, row_sums, acc, acc_tail,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, ONLINE,
         )  # fmt: skip
     return tl.sum(row_sums, 1), acc, acc_tail
 
@@ -111,11 +112,11 @@ def visit_keys(
     k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
     # the rows of the key tile from those pointers on, and which of them are keys (None: all)
     rows, mask,
-    # the query tile, where rotated keys have their tail, its product with the queries' (None: not
-    # computed ahead), what is subtracted from each row's logits, and the sums so far
-    q, q_tail, tail_column, tail_logits, row_max, row_sums, acc, acc_tail,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    ROTATE_K: tl.constexpr, ONLINE: tl.constexpr,
+    # the query tile, and which head it is of; its tail columns' product with the key tile's (None:
+    # not computed ahead), what is subtracted from each row's logits, and the sums so far
+    q, q_tail, head, tail_logits, row_max, row_sums, acc, acc_tail,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr, ROTATE_K: tl.constexpr, ONLINE: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys to the sums."""
     # The products wait for their copies in the order of these loads. Two copies of K are through
@@ -124,8 +125,8 @@ def visit_keys(
         v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK_K, MAIN]
     logits = key_logits(
         k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
-        q, q_tail, tail_column, tail_logits,
-        HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+        q, q_tail, head, tail_logits,
+        HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
     )  # fmt: skip
     if TAIL > 0:
         v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK_K, MAIN]
@@ -152,20 +153,22 @@ def visit_keys(
 @triton.jit
 def key_logits(
     k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
-    q, q_tail, tail_column, tail_logits,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    ROTATE_K: tl.constexpr,
+    q, q_tail, head, tail_logits,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr, ROTATE_K: tl.constexpr,
 ):  # fmt: skip
     """The logits of one block of keys [BLOCK, BLOCK_K], not scaled; -inf where there is no key."""
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
-    k = load_rotary(k_ptr, k_stride, rows, mask, 0, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K)
+    k = load_rotary(
+        k_ptr, k_stride, rows, mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_K
+    )
     k = rotary_tile(k, cos, sin, ROTATE_K)  # [BLOCK_K, MAIN]
     logits = dot(q, tl.trans(k), tail_logits)
     if TAIL > 0 and tail_logits is None:
         logits = add_tail_product(
             logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
-            q_tail, tail_column,
-            HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+            q_tail, head,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
         )  # fmt: skip
     return logits if mask is None else tl.where(mask[None, :], logits, -float("inf"))
 
@@ -173,14 +176,14 @@ def key_logits(
 @triton.jit
 def add_tail_product(
     logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
-    q_tail, tail_column,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    ROTATE_K: tl.constexpr,
+    q_tail, head,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr, ROTATE_K: tl.constexpr,
 ):  # fmt: skip
     """The tail columns' part of the logits [BLOCK, BLOCK_K], added to the others' (None: alone)."""
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
     k_tail = load_rotary(
-        k_ptr, k_stride, rows, mask, tail_column, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
+        k_ptr, k_stride, rows, mask, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_K
     )
     k_tail = rotary_tile(k_tail, cos, sin, ROTATE_K)  # [BLOCK_K, TAIL]
     return dot(q_tail, tl.trans(k_tail), logits)

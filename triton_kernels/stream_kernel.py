@@ -15,7 +15,6 @@ from triton_kernels.tiles import (
     load_columns,
     load_rotary,
     rotary_tile,
-    rotated_tail,
     segment_bounds,
     store_columns,
 )
@@ -74,16 +73,17 @@ def stream_kernel(
     q_cos_ptr = cos_ptr + first * angle_stride
     q_sin_ptr = sin_ptr + first * angle_stride
     cos, sin = load_angles(q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
-    q = load_rotary(q_ptr, q_stride, rows, mask, 0, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_Q)
+    q = load_rotary(
+        q_ptr, q_stride, rows, mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+    )
     q = rotary_tile(q, cos, sin, ROTATE_Q)  # [BLOCK, MAIN]
-    tail_column = rotated_tail(head, HEADS, MAIN, TAIL)
     q_tail = q  # stands in where there is no tail
     if TAIL > 0:
         cos, sin = load_angles(
             q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
         )
         q_tail = load_rotary(
-            q_ptr, q_stride, rows, mask, tail_column, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+            q_ptr, q_stride, rows, mask, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
         )
         q_tail = rotary_tile(q_tail, cos, sin, ROTATE_Q)  # [BLOCK, TAIL]
     if ROTATE_Q and BLOCK >= 64:
@@ -105,8 +105,8 @@ def stream_kernel(
     covered, misfits = attend_segments(
         k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
         k_stride, v_stride, angle_stride, out_stride,
-        first_segment, last_segment, block_start, token < block_end, q, q_tail, tail_column,
-        HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
+        first_segment, last_segment, block_start, token < block_end, q, q_tail, head,
+        HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
     )  # fmt: skip
     if not ONLINE:
         # Rows that their reference does not fit, again. If there are none, for no segment: within a
@@ -116,8 +116,8 @@ def stream_kernel(
             k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
             k_stride, v_stride, angle_stride, out_stride,
             first_segment, tl.where(are_misfits, last_segment, -1), block_start, misfits,
-            q, q_tail, tail_column,
-            HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, True,
+            q, q_tail, head,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, True,
         )  # fmt: skip
 
     # Tokens of no segment.
@@ -135,8 +135,9 @@ def attend_segments(
     k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
     k_stride, v_stride, angle_stride, out_stride,
     # from which segment to which; the block's first token, and which of its tokens are wanted
-    first_segment, last_segment, block_start, wanted, q, q_tail, tail_column,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    first_segment, last_segment, block_start, wanted, q, q_tail, head,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr,
     ROTATE_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr,
 ):  # fmt: skip
     """Write the result of the wanted tokens; returns which have a segment, and which misfit."""
@@ -154,8 +155,8 @@ def attend_segments(
         keys = tl.where(end > block_start, end - start, 0)  # 0: only padding follows it
         row_sum, acc, acc_tail = visit_segment(
             k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
-            start, keys, q, q_tail, tail_column,
-            HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
+            start, keys, q, q_tail, head,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
         )  # fmt: skip
         rescale = (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
         out, out_tail = cast(acc * rescale, dtype), cast(acc_tail * rescale, dtype)

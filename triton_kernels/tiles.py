@@ -148,24 +148,32 @@ def rotate_pairs(x, cos, sin):
 
 
 @triton.jit
-def rotated_tail(head, HEADS: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """How many columns behind its main tile a rotated head's tail stands."""
-    return HEADS * MAIN - head * (MAIN - TAIL)
+def rotated_columns(head, heads, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """Where in a row of rotated heads a head's tile of columns FIRST .. FIRST + WIDTH stands."""
+    return FIRST * heads + head * WIDTH + tl.arange(0, WIDTH)
 
 
 @triton.jit
-def load_rotary(x_ptr, stride, rows, row_mask, rotated_column, FIRST: tl.constexpr,
-                WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+def store_rotated(x_ptr, stride, rows, row_mask, x, head, heads, FIRST: tl.constexpr,
+                  WIDTH: tl.constexpr):  # fmt: skip
+    """Write the rotated tile of columns FIRST .. FIRST + WIDTH where load_rotary finds it."""
+    columns = rotated_columns(head, heads, FIRST, WIDTH)
+    tl.store(x_ptr + offsets(rows, stride, columns), x, mask=row_mask[:, None])
+
+
+@triton.jit
+def load_rotary(x_ptr, stride, rows, row_mask, head, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+                HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
                 ROTATE: tl.constexpr):  # fmt: skip
     """What rotary_tile takes: the halves if it rotates, else the tile that rotate_kernel wrote.
 
-    x_ptr is where the head starts, and rotated_column how far behind it the rotated tile does.
+    x_ptr is where the head starts, but where the row does if it is rotated: its head stride is 0.
     """
     if ROTATE:
         return load_pairs(x_ptr, stride, rows, row_mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
     else:
-        column = rotated_column + tl.arange(0, WIDTH)
-        return load_tile(x_ptr + offsets(rows, stride, column), row_mask, column, 0.0, WIDTH, WIDTH)
+        columns = rotated_columns(head, HEADS, FIRST, WIDTH)
+        return load_tile(x_ptr + offsets(rows, stride, columns), row_mask, columns, 0.0, 0, 0)
 
 
 @triton.jit

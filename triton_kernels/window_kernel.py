@@ -14,7 +14,6 @@ from triton_kernels.tiles import (
     load_rotary,
     padding_bounds,
     rotary_tile,
-    rotated_tail,
     segment_bounds,
     store_columns,
 )
@@ -75,15 +74,18 @@ def window_kernel(
     cos_ptr += first * angle_stride
     sin_ptr += first * angle_stride
 
-    q = load_rotary(q_ptr, q_stride, loaded, None, 0, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_Q)
-    k = load_rotary(k_ptr, k_stride, loaded, None, 0, 0, MAIN, HEAD_DIM, ROTARY_DIM, ROTATE_K)
+    q = load_rotary(
+        q_ptr, q_stride, loaded, None, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+    )
+    k = load_rotary(
+        k_ptr, k_stride, loaded, None, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_K
+    )
     if TAIL > 0:
-        tail_column = rotated_tail(head, HEADS, MAIN, TAIL)
         q_tail = load_rotary(
-            q_ptr, q_stride, loaded, None, tail_column, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+            q_ptr, q_stride, loaded, None, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
         )
         k_tail = load_rotary(
-            k_ptr, k_stride, loaded, None, tail_column, MAIN, TAIL, HEAD_DIM, ROTARY_DIM, ROTATE_K
+            k_ptr, k_stride, loaded, None, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_K
         )
     # V before the products: loaded behind them, ptxas 12.8 gets the address of the second of two
     # products with V wrong; a test looks for that in the machine code.

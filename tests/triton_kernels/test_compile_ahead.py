@@ -36,7 +36,6 @@ KNOWN = {
         for variant in (
             "72, bfloat16, max 9216",
             "80, bfloat16, max 9216",
-            "80, bfloat16, max 9216, q",
             "80, float16, max 9216",
         )
     ),
