@@ -49,7 +49,8 @@ def is_online(dtype: jax.typing.DTypeLike, head_dim: int, max_seqlen: int) -> bo
 
 
 def visit_segment(
-    k_head: Head | Rotated, v_head: Head, cos_ref: Ref, sin_ref: Ref, scale_log2: float,
+    k_head: Head | Rotated, v_head: Head, cos_ref: Ref, sin_ref: Ref,
+    v_shift: Scalar | None, scale_log2: float,
     q: jax.Array, q_tail: jax.Array | None,
     # the segment's first key, and how many it has
     start: Scalar, keys: Scalar,
@@ -75,7 +76,7 @@ def visit_segment(
         row_max = jnp.where(jnp.abs(row_max * scale_log2) < 4096.0, row_max, jnp.inf)
 
     visit = functools.partial(
-        visit_keys, k_head, v_head, cos_ref, sin_ref, scale_log2, q, q_tail,
+        visit_keys, k_head, v_head, cos_ref, sin_ref, v_shift, scale_log2, q, q_tail,
         main=main, tail=tail, rotate_k=rotate_k, online=online, interpreted=interpreted,
     )  # fmt: skip
     tail_product = functools.partial(
@@ -111,7 +112,8 @@ def visit_segment(
 
 
 def visit_keys(
-    k_head: Head | Rotated, v_head: Head, cos_ref: Ref, sin_ref: Ref, scale_log2: float,
+    k_head: Head | Rotated, v_head: Head, cos_ref: Ref, sin_ref: Ref,
+    v_shift: Scalar | None, scale_log2: float,
     # the query tile, the rows of the key tile, the tail columns' part of the logits (None: not
     # computed ahead); what is subtracted from each row's logits, and the sums so far
     q: jax.Array, q_tail: jax.Array | None, rows: Rows, tail_logits: jax.Array | None, state: tuple,
@@ -124,14 +126,14 @@ def visit_keys(
     # The products wait for their copies in the order of these loads. Two copies of K are through
     # before V is: if there is a tail, K comes first. Without one that loses.
     if tail == 0:
-        v = load_columns(v_head, rows, 0, main, head_dim)  # [block_k, main]
+        v = load_columns(v_head, rows, 0, main, head_dim, v_shift)  # [block_k, main]
     logits = key_logits(
         k_head, cos_ref, sin_ref, rows, q, q_tail, tail_logits,
         main=main, tail=tail, rotate_k=rotate_k,
     )  # fmt: skip
     if tail > 0:
-        v = load_columns(v_head, rows, 0, main, head_dim)  # [block_k, main]
-        v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block_k, tail]
+        v = load_columns(v_head, rows, 0, main, head_dim, v_shift)  # [block_k, main]
+        v_tail = load_columns(v_head, rows, main, tail, head_dim, v_shift)  # [block_k, tail]
 
     if online:
         new_max = jnp.maximum(row_max, jnp.max(logits, axis=1))

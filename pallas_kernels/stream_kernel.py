@@ -24,6 +24,7 @@ from pallas_kernels.tiles import (
     load_rotary,
     rotary_head,
     rotary_tile,
+    sector_shift,
     segment_bounds,
     store_columns,
 )
@@ -87,15 +88,20 @@ def stream_kernel(
         if tail > 0:
             q_tail = load_columns(out_head, rows, main, tail, head_dim)
 
+    # A row of 72 columns of 16 bits is 144 bytes: every second head's begin within a sector. There
+    # the tiles of V, and so of the result, begin as many columns earlier as the sector does.
+    v_shift = None
+    if head_dim % 16 == 8 and dtype != jnp.float32:
+        v_shift = sector_shift(v_head)
     visit = functools.partial(
-        visit_segment, k_head, v_head, cos_ref, sin_ref, scale_log2, q, q_tail,
+        visit_segment, k_head, v_head, cos_ref, sin_ref, v_shift, scale_log2, q, q_tail,
         main=main, tail=tail, rotate_k=rotate_k, block_k=block_k, interpreted=interpreted,
     )  # fmt: skip
 
     first_segment = jnp.maximum(last_start_at(cu_seqlens_ref, block_start, segments), 0)
     last_segment = last_start_at(cu_seqlens_ref, block_end - 1, segments)
     attend = functools.partial(
-        attend_segments, cu_seqlens_ref, out_head, tokens, block_start, visit,
+        attend_segments, cu_seqlens_ref, out_head, v_shift, tokens, block_start, visit,
         main=main, tail=tail,
     )  # fmt: skip
     covered, misfits = attend(first_segment, last_segment, token < block_end, online=online)
@@ -114,7 +120,7 @@ def stream_kernel(
 
 
 def attend_segments(
-    cu_seqlens_ref: Ref, out_head: Head, tokens: int, block_start: Scalar,
+    cu_seqlens_ref: Ref, out_head: Head, v_shift: Scalar | None, tokens: int, block_start: Scalar,
     # `visit_segment` of this block's queries and head
     visit: Callable[..., Sums],
     # from which segment to which, and which of the block's tokens are wanted
@@ -142,9 +148,9 @@ def attend_segments(
             misfits |= mask & ~fits
             mask &= fits
         rows = Rows(block_start, block, mask)
-        store_columns(out_head, rows, out, 0, main, head_dim)
+        store_columns(out_head, rows, out, 0, main, head_dim, v_shift)
         if tail > 0:
-            store_columns(out_head, rows, out_tail, main, tail, head_dim)
+            store_columns(out_head, rows, out_tail, main, tail, head_dim, v_shift)
         return covered, misfits
 
     none = jnp.zeros((block,), jnp.bool_)

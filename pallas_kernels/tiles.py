@@ -124,12 +124,20 @@ def _window(x: Head | Rotated | Ref, rows: Rows, columns: pl.Slice | jax.Array) 
     return ref.at[row + rows.first, *prefix, jnp.broadcast_to(columns[None, :], shape)]
 
 
-def _columns(first: int, width: int, limit: int) -> tuple[pl.Slice | jax.Array, jax.Array | None]:
-    """Columns first .. first + width, and the mask of those below limit where some are not."""
-    if first + width <= limit:
+def _columns(
+    first: int, width: int, limit: int, shift: Scalar | None = None
+) -> tuple[pl.Slice | jax.Array, jax.Array | None]:
+    """Columns first .. first + width, or `shift` earlier, and the mask of those in 0 .. limit.
+
+    The mask is None where all are.
+    """
+    if shift is None and first + width <= limit:
         return pl.ds(first, width), None
     column = first + jnp.arange(width, dtype=jnp.int32)
-    return column, column < limit
+    if shift is None:
+        return column, column < limit
+    column -= shift
+    return column, (column < limit) & (column >= 0)
 
 
 def _mask(rows: Rows, column_mask: jax.Array | None) -> jax.Array | None:
@@ -142,17 +150,31 @@ def _load(window: Ref, mask: jax.Array | None, other: float) -> jax.Array:
     return plgpu.load(window, mask=mask, other=None if mask is None else other)
 
 
-def load_columns(x: Head, rows: Rows, first: int, width: int, head_dim: int) -> jax.Array:
-    """Columns first .. first + width of some rows; zero where masked or past head_dim."""
-    columns, column_mask = _columns(first, width, head_dim)
+def sector_shift(x: Head) -> Scalar:
+    """By how many columns of 16 bits an aligned head begins behind a sector, 32 bytes of memory.
+
+    That is of its first row: where not all begin alike, in an odd number of heads, either serves.
+    """
+    _, _, heads, head_dim = x.ref.shape
+    return (x.part * heads + x.head) * (head_dim // 8) % 2 * 8
+
+
+def load_columns(
+    x: Head, rows: Rows, first: int, width: int, head_dim: int, shift: Scalar | None = None
+) -> jax.Array:
+    """Columns first .. first + width of some rows, or `shift` earlier; zero where masked or beyond
+    the head.
+    """
+    columns, column_mask = _columns(first, width, head_dim, shift)
     return _load(_window(x, rows, columns), _mask(rows, column_mask), 0.0)
 
 
 def store_columns(
-    x: Head, rows: Rows, tile: jax.Array, first: int, width: int, head_dim: int
-) -> None:
+    x: Head, rows: Rows, tile: jax.Array, first: int, width: int, head_dim: int,
+    shift: Scalar | None = None,
+) -> None:  # fmt: skip
     """The inverse of load_columns."""
-    columns, column_mask = _columns(first, width, head_dim)
+    columns, column_mask = _columns(first, width, head_dim, shift)
     plgpu.store(_window(x, rows, columns), tile, mask=_mask(rows, column_mask))
 
 

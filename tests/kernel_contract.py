@@ -259,6 +259,18 @@ class KernelContract:
         before[start:end] = after[start:end] = 0
         assert_same_bits(before, after)
 
+    @both_kernels
+    @pytest.mark.parametrize("head_dim", [24, 72, 80])
+    def test_a_broken_head_breaks_no_other(self, head_dim, max_seqlen):
+        case = make_case(LENGTHS, head_dim=head_dim, heads=3)
+        qkv = case.qkv.copy()
+        qkv[:, :2, 1], qkv[:, 2, 1] = 2, np.nan
+        broken = dataclasses.replace(case, qkv=qkv)
+        before, after = (self.attention(c, max_seqlen=max_seqlen) for c in (case, broken))
+        assert np.isnan(after[:, 1]).all()
+        before[:, 1] = after[:, 1]
+        assert_same_bits(before, after)
+
     # ---- hostile values of cu_seqlens ----
 
     @pytest.mark.parametrize(

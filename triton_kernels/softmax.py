@@ -34,7 +34,7 @@ def is_online(dtype: torch.dtype, head_dim: int, max_seqlen: int) -> bool:
 @triton.jit
 def visit_segment(
     # the head's K and V, and the angles, from their first token on
-    k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
+    k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
     # the segment's first key, and how many it has
     start, keys,
     # the query tile, and which head it is of
@@ -81,7 +81,7 @@ def visit_segment(
     whole = keys // BLOCK_K * BLOCK_K
     for key in range(0, whole, BLOCK_K):
         row_max, row_sums, acc, acc_tail = visit_keys(
-            k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
+            k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
             key_rows, None,
             q, q_tail, head, tail_logits if AHEAD else None,
             row_max, row_sums, acc, acc_tail,
@@ -99,7 +99,7 @@ def visit_segment(
             )  # fmt: skip
     if whole < keys:
         row_max, row_sums, acc, acc_tail = visit_keys(
-            k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
+            k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
             key_rows, key_rows < keys - whole,
             q, q_tail, head, None, row_max, row_sums, acc, acc_tail,
             HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, ONLINE,
@@ -109,7 +109,7 @@ def visit_segment(
 
 @triton.jit
 def visit_keys(
-    k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
+    k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
     # the rows of the key tile from those pointers on, and which of them are keys (None: all)
     rows, mask,
     # the query tile, and which head it is of; its tail columns' product with the key tile's (None:
@@ -122,15 +122,15 @@ def visit_keys(
     # The products wait for their copies in the order of these loads. Two copies of K are through
     # before V is: if there is a tail, K comes first. Without one that loses.
     if TAIL == 0:
-        v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK_K, MAIN]
+        v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM, v_shift)
     logits = key_logits(
         k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
         q, q_tail, head, tail_logits,
         HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
     )  # fmt: skip
     if TAIL > 0:
-        v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK_K, MAIN]
-        v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)  # [BLOCK_K, TAIL]
+        v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM, v_shift)
+        v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM, v_shift)
 
     if ONLINE:
         new_max = tl.maximum(row_max, tl.max(logits, 1))

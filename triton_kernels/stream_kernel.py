@@ -15,6 +15,7 @@ from triton_kernels.tiles import (
     load_columns,
     load_rotary,
     rotary_tile,
+    sector_shift,
     segment_bounds,
     store_columns,
 )
@@ -100,11 +101,16 @@ def stream_kernel(
 
     k_ptr += head.to(tl.int64) * k_head_stride * UNIT
     v_ptr += head.to(tl.int64) * v_head_stride * UNIT
+    # A row of 72 columns of 16 bits is 144 bytes: every second head's begin within a sector. There
+    # the tiles of V, and so of the result, begin as many columns earlier as the sector does.
+    v_shift = None
+    if ALIGNED and HEAD_DIM % 16 == 8 and dtype != tl.float32:
+        v_shift = sector_shift(v_ptr)
     first_segment = tl.maximum(last_start_at(cu_seqlens_ptr, block_start, segments), 0)
     last_segment = last_start_at(cu_seqlens_ptr, block_end - 1, segments)
     covered, misfits = attend_segments(
         k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
-        k_stride, v_stride, angle_stride, out_stride,
+        k_stride, v_stride, angle_stride, out_stride, v_shift,
         first_segment, last_segment, block_start, token < block_end, q, q_tail, head,
         HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
     )  # fmt: skip
@@ -114,7 +120,7 @@ def stream_kernel(
         are_misfits = tl.sum(misfits.to(tl.int32), 0) > 0
         attend_segments(
             k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
-            k_stride, v_stride, angle_stride, out_stride,
+            k_stride, v_stride, angle_stride, out_stride, v_shift,
             first_segment, tl.where(are_misfits, last_segment, -1), block_start, misfits,
             q, q_tail, head,
             HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, True,
@@ -133,7 +139,7 @@ def stream_kernel(
 def attend_segments(
     # the head's K and V, and the angles, from their first token on; the result from the block's
     k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
-    k_stride, v_stride, angle_stride, out_stride,
+    k_stride, v_stride, angle_stride, out_stride, v_shift,
     # from which segment to which; the block's first token, and which of its tokens are wanted
     first_segment, last_segment, block_start, wanted, q, q_tail, head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
@@ -154,7 +160,7 @@ def attend_segments(
         start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
         keys = tl.where(end > block_start, end - start, 0)  # 0: only padding follows it
         row_sum, acc, acc_tail = visit_segment(
-            k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, scale_log2,
+            k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
             start, keys, q, q_tail, head,
             HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
         )  # fmt: skip
@@ -166,9 +172,9 @@ def attend_segments(
             fits = reference_fits(row_sum, out, out_tail, TAIL)
             misfits = misfits | (mask & (fits == 0))
             mask = mask & fits
-        store_columns(out_ptr, out_stride, rows, mask, out, 0, MAIN, HEAD_DIM)
+        store_columns(out_ptr, out_stride, rows, mask, out, 0, MAIN, HEAD_DIM, v_shift)
         if TAIL > 0:
-            store_columns(out_ptr, out_stride, rows, mask, out_tail, MAIN, TAIL, HEAD_DIM)
+            store_columns(out_ptr, out_stride, rows, mask, out_tail, MAIN, TAIL, HEAD_DIM, v_shift)
     return covered, misfits
 
 

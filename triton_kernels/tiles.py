@@ -63,49 +63,66 @@ def offsets(rows, stride, columns):
 
 
 @triton.jit
-def load_tile(ptr, row_mask, column, other, END: tl.constexpr, LIMIT: tl.constexpr):
-    """Load where row_mask (None: all rows) and column < LIMIT hold; columns end before END."""
-    if row_mask is None:
-        if END <= LIMIT:
-            return tl.load(ptr)
-        else:
-            return tl.load(ptr, mask=(column < LIMIT)[None, :], other=other)
-    else:
+def sector_shift(x_ptr):
+    """By how many columns of 16 bits an aligned head begins behind a sector, 32 bytes of memory.
+
+    That is of its first row: where not all begin alike, in an odd number of heads, either serves.
+    """
+    return (x_ptr.to(tl.uint64) // 16 % 2).to(tl.int32) * 8
+
+
+@triton.jit
+def tile_columns(FIRST: tl.constexpr, WIDTH: tl.constexpr, shift=None):
+    """Columns FIRST .. FIRST + WIDTH, or `shift` earlier."""
+    column = FIRST + tl.arange(0, WIDTH)
+    return column if shift is None else column - shift
+
+
+@triton.jit
+def tile_mask(row_mask, column, END: tl.constexpr, LIMIT: tl.constexpr, shift=None):
+    """Mask of the rows of row_mask (None: all) and the columns from 0 to LIMIT.
+
+    Without a shift none is below 0, and all are below END.
+    """
+    mask = tl.full([1, 1], True, tl.int1)  # alone it is none to the compiler
+    if row_mask is not None:
         mask = row_mask[:, None]
-        if END > LIMIT:
-            mask = mask & (column < LIMIT)[None, :]
-        return tl.load(ptr, mask=mask, other=other)
+    if END > LIMIT or shift is not None:
+        mask = mask & (column < LIMIT)[None, :]
+    if shift is not None:
+        mask = mask & (column >= 0)[None, :]
+    return mask
 
 
 @triton.jit
 def load_columns(x_ptr, stride, rows, row_mask, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-                 HEAD_DIM: tl.constexpr):  # fmt: skip
-    """Columns FIRST .. FIRST + WIDTH of some rows; zero where masked or past head_dim."""
-    column = FIRST + tl.arange(0, WIDTH)
-    ptr = x_ptr + offsets(rows, stride, column)
-    return load_tile(ptr, row_mask, column, 0.0, FIRST + WIDTH, HEAD_DIM)
+                 HEAD_DIM: tl.constexpr, shift=None):  # fmt: skip
+    """Columns FIRST .. FIRST + WIDTH of some rows, or `shift` earlier; zero where masked or beyond
+    the head.
+    """
+    column = tile_columns(FIRST, WIDTH, shift)
+    mask = tile_mask(row_mask, column, FIRST + WIDTH, HEAD_DIM, shift)
+    return tl.load(x_ptr + offsets(rows, stride, column), mask=mask, other=0.0)
 
 
 @triton.jit
 def store_columns(x_ptr, stride, rows, row_mask, x, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-                  HEAD_DIM: tl.constexpr):  # fmt: skip
+                  HEAD_DIM: tl.constexpr, shift=None):  # fmt: skip
     """The inverse of load_columns."""
-    column = FIRST + tl.arange(0, WIDTH)
-    mask = row_mask[:, None]
-    if FIRST + WIDTH > HEAD_DIM:
-        mask = mask & (column < HEAD_DIM)[None, :]
+    column = tile_columns(FIRST, WIDTH, shift)
+    mask = tile_mask(row_mask, column, FIRST + WIDTH, HEAD_DIM, shift)
     tl.store(x_ptr + offsets(rows, stride, column), x, mask=mask)
 
 
 @triton.jit
 def pair_columns(FIRST: tl.constexpr, PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr,
                  ROTARY_DIM: tl.constexpr):  # fmt: skip
-    """The first column of the pairs FIRST .. FIRST + PAIRS, and how far behind it the second is.
+    """The pairs FIRST .. FIRST + PAIRS, their first column, and how far behind it the second is.
 
     Rotary pairs are (i, i + rotary_dim / 2). The dims that pass unrotated form pairs of the same
     kind behind them, so that one code serves both: their angle is 0.
     """
-    pair = FIRST + tl.arange(0, PAIRS)
+    pair = tile_columns(FIRST, PAIRS)
     if ROTARY_DIM == HEAD_DIM:
         first = pair
         distance = HEAD_DIM // 2
@@ -120,11 +137,11 @@ def pair_columns(FIRST: tl.constexpr, PAIRS: tl.constexpr, HEAD_DIM: tl.constexp
 def load_angles(cos_ptr, sin_ptr, stride, rows, row_mask, FIRST: tl.constexpr,
                 WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
     """Cos and sin [rows, WIDTH / 2] for the rotated tile of columns FIRST .. FIRST + WIDTH."""
-    pair = FIRST // 2 + tl.arange(0, WIDTH // 2)
+    pair = tile_columns(FIRST // 2, WIDTH // 2)
+    mask = tile_mask(row_mask, pair, (FIRST + WIDTH) // 2, ROTARY_DIM // 2)
     angles = offsets(rows, stride, pair)
-    END: tl.constexpr = (FIRST + WIDTH) // 2
-    cos = load_tile(cos_ptr + angles, row_mask, pair, 1.0, END, ROTARY_DIM // 2)
-    sin = load_tile(sin_ptr + angles, row_mask, pair, 0.0, END, ROTARY_DIM // 2)
+    cos = tl.load(cos_ptr + angles, mask=mask, other=1.0)
+    sin = tl.load(sin_ptr + angles, mask=mask, other=0.0)
     return cos, sin
 
 
@@ -133,10 +150,10 @@ def load_pairs(x_ptr, stride, rows, row_mask, FIRST: tl.constexpr, WIDTH: tl.con
                HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
     """The two halves [rows, WIDTH / 2] of columns FIRST .. FIRST + WIDTH in paired order."""
     pair, first, distance = pair_columns(FIRST // 2, WIDTH // 2, HEAD_DIM, ROTARY_DIM)
+    mask = tile_mask(row_mask, pair, (FIRST + WIDTH) // 2, HEAD_DIM // 2)
     ptr = x_ptr + offsets(rows, stride, first)
-    END: tl.constexpr = (FIRST + WIDTH) // 2
-    x1 = load_tile(ptr, row_mask, pair, 0.0, END, HEAD_DIM // 2)
-    x2 = load_tile(ptr + distance, row_mask, pair, 0.0, END, HEAD_DIM // 2)
+    x1 = tl.load(ptr, mask=mask, other=0.0)
+    x2 = tl.load(ptr + distance, mask=mask, other=0.0)
     return x1, x2
 
 
@@ -173,7 +190,8 @@ def load_rotary(x_ptr, stride, rows, row_mask, head, FIRST: tl.constexpr, WIDTH:
         return load_pairs(x_ptr, stride, rows, row_mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
     else:
         columns = rotated_columns(head, HEADS, FIRST, WIDTH)
-        return load_tile(x_ptr + offsets(rows, stride, columns), row_mask, columns, 0.0, 0, 0)
+        mask = tile_mask(row_mask, columns, 0, 0)
+        return tl.load(x_ptr + offsets(rows, stride, columns), mask=mask, other=0.0)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from tests.triton_kernels.machine_code import first_operands, loop_spills
 POINTERS = {"window_kernel": 7, "stream_kernel": 7, "rotate_kernel": 4}
 # Bytes a thread spills at most. What a bound on registers sets aside waits in memory while the
 # stream kernel's loop runs without it; Triton 3.7's assembler sets two registers aside in rotation.
-SPILLS = {"window_kernel": 0, "stream_kernel": 64, "rotate_kernel": 8}
+SPILLS = {"window_kernel": 0, "stream_kernel": 80, "rotate_kernel": 8}
 
 
 def test_what_is_launched(found):
@@ -107,9 +107,7 @@ def test_pointers_registers_and_spills(found, tmp_path, head_dim, max_seqlen, fu
         assert kernel.pointers == POINTERS[kernel.name] + 2
         assert len(operands.split(",")) == kernel.pointers - 1
         registers, stack, code = inspect_machine_code(assemble(kernel.ptx, tmp_path))
-        # Of a small frame's tiles of 128 rows, which 72 columns take, each has its multiprocessor.
-        alone = head_dim == 72 and tokens == TOKENS
-        programs = (1 if alone else 2) if kernel.name == "stream_kernel" else 4
+        programs = 2 if kernel.name == "stream_kernel" else 4
         assert registers * kernel.threads * programs <= 65536
         assert stack <= SPILLS[kernel.name]
         assert loop_spills(code) == 0

@@ -83,7 +83,8 @@ def test_nothing_outside_the_arrays_is_read_or_written(fuse, max_seqlen, dtype, 
 
     @hostile_cu_seqlens(usual=25)
     def check(cu_seqlens):
-        case = cut(cu_seqlens, tokens=TOKENS, head_dim=72, heads=1, dtype=dtype)
+        # In bf16 the second head's rows begin within a sector.
+        case = cut(cu_seqlens, tokens=TOKENS, head_dim=72, heads=2, dtype=dtype)
         outside.clear()
         result = np.array(attend(*map(jnp.asarray, case.separate)), np.float32)
         jax.effects_barrier()

@@ -32,7 +32,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.triton_kernels.machine_code import first_operands, late_loads, loop_spills
+from tests.triton_kernels.machine_code import first_operands, late_loads, loop_spills, serial_loops
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
 from triton_kernels import attention
 from triton_kernels import launch as launch_module
@@ -226,6 +226,7 @@ def compile_variant(variant: Variant) -> list[dict]:
                 "maxnreg": options.get("maxnreg"),
                 "stack": stack,
                 "loop_spills": loop_spills(sass),
+                "serial_loops": serial_loops(sass),
                 "late_loads": late_loads(sass),
                 "first_operands": first_operands(compiled.asm["ttgir"]),
                 "descriptors": len(descriptors),

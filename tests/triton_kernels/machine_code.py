@@ -1,5 +1,5 @@
-"""What a kernel's code says of its speed: spills within loops, when loads are issued, and where
-products find what they multiply.
+"""What a kernel's code says of its speed: spills within loops, products that wait for each other,
+when loads are issued, and where products find what they multiply.
 
 A bound on registers (a launch's maxnreg) has the compiler set some values aside. Those that it
 stores before a loop and loads behind it cost nothing that can be measured; within the loop they
@@ -7,6 +7,7 @@ would.
 """
 
 import re
+from collections.abc import Iterator
 
 LABEL = re.compile(r"^(\.L_\w+):")
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
@@ -15,11 +16,10 @@ PRODUCTS = ("HGMMA", "HMMA")
 LOCAL_MEMORY = ("LDL", "STL")
 
 
-def loop_spills(sass: str) -> int:
-    """Loads and stores of spilled registers in the innermost loops that multiply (nvdisasm -c)."""
+def product_loops(sass: str) -> Iterator[list[str]]:
+    """The instructions of each innermost loop that multiplies (nvdisasm -c)."""
     instructions: list[str] = []
     places: dict[str, int] = {}
-    spills = 0
     for line in sass.splitlines():
         if label := LABEL.match(line.strip()):
             places[label[1]] = len(instructions)
@@ -30,8 +30,24 @@ def loop_spills(sass: str) -> int:
                 body = instructions[places.pop(jump[1]) :]
                 inner = any(BRANCH.match(x) for x in body[:-1])
                 if not inner and any(x.startswith(PRODUCTS) for x in body):
-                    spills += sum(x.startswith(LOCAL_MEMORY) for x in body)
-    return spills
+                    yield body
+
+
+def loop_spills(sass: str) -> int:
+    """Loads and stores of spilled registers in the innermost loops that multiply."""
+    return sum(x.startswith(LOCAL_MEMORY) for body in product_loops(sass) for x in body)
+
+
+def serial_loops(sass: str) -> int:
+    """Innermost loops in which each of Hopper's products is waited for before the next is issued.
+
+    ptxas does that where it finds too few registers for products in flight.
+    """
+    counts = [
+        [sum(x.startswith(name) for x in body) for name in ("HGMMA", "WARPGROUP.DEPBAR")]
+        for body in product_loops(sass)
+    ]
+    return sum(waits >= products > 0 for products, waits in counts)
 
 
 def late_loads(sass: str) -> int:

@@ -20,12 +20,13 @@ from tests.triton_kernels.adapter import (
 
 
 @hostile_cu_seqlens(
-    usual=25, fuse=("qk", "none", "q"), max_seqlen=(WINDOW, STREAM), guard=(GUARD, GUARD + 1),
-    dtype=("float32", "bfloat16"),
+    usual=25, fuse=("qk", "none", "q"), max_seqlen=(WINDOW, STREAM),
+    guard=(GUARD, GUARD + 1, GUARD + 8), dtype=("float32", "bfloat16"),
 )  # fmt: skip
 def test_nothing_outside_the_tensors_is_read_or_written(cu_seqlens, fuse, max_seqlen, guard, dtype):
-    # 30 tokens, 1 head of 72 = 64 + 8 columns: no side is a multiple of a tile's. Every second
-    # guard leaves the tensors unaligned. In bf16 tiles have 64 rows: Q goes by way of the result.
+    # 30 tokens, 1 head of 72 = 64 + 8 columns: no side is a multiple of a tile's. One guard leaves
+    # the tensors unaligned, one has them begin within a sector. In bf16 tiles have 64 rows: Q goes
+    # by way of the result.
     case = cut(cu_seqlens, tokens=TOKENS, head_dim=72, heads=1, dtype=dtype)
     *tensors, cu_seqlens = (to_torch(x) for x in case.separate)
     inputs = [guarded(x, guard=guard) for x in tensors]
