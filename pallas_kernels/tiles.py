@@ -124,7 +124,7 @@ def _window(x: Head | Rotated | Ref, rows: Rows, columns: pl.Slice | jax.Array) 
     return ref.at[row + rows.first, *prefix, jnp.broadcast_to(columns[None, :], shape)]
 
 
-def _columns(
+def tile_columns(
     first: int, width: int, limit: int, shift: Scalar | None = None
 ) -> tuple[pl.Slice | jax.Array, jax.Array | None]:
     """Columns first .. first + width, or `shift` earlier, and the mask of those in 0 .. limit.
@@ -140,7 +140,8 @@ def _columns(
     return column, (column < limit) & (column >= 0)
 
 
-def _mask(rows: Rows, column_mask: jax.Array | None) -> jax.Array | None:
+def tile_mask(rows: Rows, column_mask: jax.Array | None) -> jax.Array | None:
+    """Mask of the rows and columns that are loaded or stored; None: all."""
     if column_mask is None:
         return None if rows.mask is None else rows.mask[:, None]
     return column_mask[None, :] if rows.mask is None else rows.mask[:, None] & column_mask[None, :]
@@ -165,8 +166,8 @@ def load_columns(
     """Columns first .. first + width of some rows, or `shift` earlier; zero where masked or beyond
     the head.
     """
-    columns, column_mask = _columns(first, width, head_dim, shift)
-    return _load(_window(x, rows, columns), _mask(rows, column_mask), 0.0)
+    columns, column_mask = tile_columns(first, width, head_dim, shift)
+    return _load(_window(x, rows, columns), tile_mask(rows, column_mask), 0.0)
 
 
 def store_columns(
@@ -174,8 +175,8 @@ def store_columns(
     shift: Scalar | None = None,
 ) -> None:  # fmt: skip
     """The inverse of load_columns."""
-    columns, column_mask = _columns(first, width, head_dim, shift)
-    plgpu.store(_window(x, rows, columns), tile, mask=_mask(rows, column_mask))
+    columns, column_mask = tile_columns(first, width, head_dim, shift)
+    plgpu.store(_window(x, rows, columns), tile, mask=tile_mask(rows, column_mask))
 
 
 def pair_columns(
@@ -202,8 +203,8 @@ def load_angles(
     cos_ref: Ref, sin_ref: Ref, rows: Rows, first: int, width: int, rotary_dim: int
 ) -> tuple[jax.Array, jax.Array]:
     """cos and sin [rows, width / 2] for the rotated tile of columns first .. first + width."""
-    columns, column_mask = _columns(first // 2, width // 2, rotary_dim // 2)
-    mask = _mask(rows, column_mask)
+    columns, column_mask = tile_columns(first // 2, width // 2, rotary_dim // 2)
+    mask = tile_mask(rows, column_mask)
     cos = _load(_window(cos_ref, rows, columns), mask, 1.0)
     sin = _load(_window(sin_ref, rows, columns), mask, 0.0)
     return cos, sin
@@ -213,7 +214,7 @@ def load_pairs(x: Head, rows: Rows, first: int, width: int,
                head_dim: int, rotary_dim: int) -> Pair:  # fmt: skip
     """The two halves [rows, width / 2] of columns first .. first + width in paired order."""
     column, partner, column_mask = pair_columns(first // 2, width // 2, head_dim, rotary_dim)
-    mask = _mask(rows, column_mask)
+    mask = tile_mask(rows, column_mask)
     x1 = _load(_window(x, rows, column), mask, 0.0)
     x2 = _load(_window(x, rows, partner), mask, 0.0)
     return x1, x2
@@ -237,7 +238,8 @@ def rotated_columns(x: Rotated, first: int, width: int) -> pl.Slice:
 
 def store_rotated(x: Rotated, rows: Rows, tile: jax.Array, first: int, width: int) -> None:
     """Write the rotated tile of columns first .. first + width where load_rotary finds it."""
-    plgpu.store(_window(x, rows, rotated_columns(x, first, width)), tile, mask=_mask(rows, None))
+    columns = rotated_columns(x, first, width)
+    plgpu.store(_window(x, rows, columns), tile, mask=tile_mask(rows, None))
 
 
 def rotary_head(ref: Ref, part: int, head: Scalar, heads: int, rotate: bool) -> Head | Rotated:
@@ -250,7 +252,8 @@ def load_rotary(x: Head | Rotated, rows: Rows, first: int, width: int,
     """What rotary_tile takes: the halves if it rotates, else the tile that rotate_kernel wrote."""
     if rotate:
         return load_pairs(x, rows, first, width, x.ref.shape[-1], rotary_dim)
-    return _load(_window(x, rows, rotated_columns(x, first, width)), _mask(rows, None), 0.0)
+    columns = rotated_columns(x, first, width)
+    return _load(_window(x, rows, columns), tile_mask(rows, None), 0.0)
 
 
 def rotary_tile(x: Pair | jax.Array, cos: jax.Array, sin: jax.Array, rotate: bool) -> jax.Array:

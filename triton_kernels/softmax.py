@@ -122,14 +122,14 @@ def visit_keys(
     # The products wait for their copies in the order of these loads. Two copies of K are through
     # before V is: if there is a tail, K comes first. Without one that loses.
     if TAIL == 0:
-        v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM, v_shift)
+        v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM, v_shift)  # [BLOCK_K, MAIN]
     logits = key_logits(
         k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
         q, q_tail, head, tail_logits,
         HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
     )  # fmt: skip
     if TAIL > 0:
-        v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM, v_shift)
+        v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM, v_shift)  # [BLOCK_K, MAIN]
         v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM, v_shift)
 
     if ONLINE:

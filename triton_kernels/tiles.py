@@ -175,7 +175,8 @@ def store_rotated(x_ptr, stride, rows, row_mask, x, head, heads, FIRST: tl.const
                   WIDTH: tl.constexpr):  # fmt: skip
     """Write the rotated tile of columns FIRST .. FIRST + WIDTH where load_rotary finds it."""
     columns = rotated_columns(head, heads, FIRST, WIDTH)
-    tl.store(x_ptr + offsets(rows, stride, columns), x, mask=row_mask[:, None])
+    mask = tile_mask(row_mask, columns, 0, 0)
+    tl.store(x_ptr + offsets(rows, stride, columns), x, mask=mask)
 
 
 @triton.jit
