@@ -26,7 +26,8 @@ PIP := $(BIN)/python -m pip install --quiet
 # Where there is no GPU, PyTorch's CPU build if pip is configured with an index that has it. Most
 # do not, which is no error to show a user; any other the second attempt shows.
 INSTALL_TORCH_cpu = $(PIP) torch==2.13.0+cpu 2>/dev/null || $(PIP) torch==2.13.0
-INSTALL_TORCH_gpu = $(PIP) torch
+# The version that the results are by: it brings Triton 3.6, for which launches were tuned.
+INSTALL_TORCH_gpu = $(PIP) torch==2.11.0 2>/dev/null || $(PIP) torch
 EXTRAS_cpu := test
 EXTRAS_gpu := cuda,test
 
