@@ -34,7 +34,8 @@ _STREAM_TILES = (
 # tiles than 80 there.
 _SMALL = ("frames-448", "frames-672")
 _SMALL_HEAD_DIMS = (64, 72, 80, 128)
-_ROTATE_TILES = tuple(itertools.product((8, 16, 32), (2, 4, 8)))
+# Rows of a tile, heads of a program.
+_ROTATE_TILES = ((8, 2), (16, 1), (16, 2), (16, 4), (32, 1))
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,12 @@ def _stream_cases() -> Iterator[Case]:
 
 def _rotate_cases() -> Iterator[Case]:
     # In short segments, whose attention takes no longer: PyTorch's clock knows but whole calls.
-    for head_dim in _HEAD_DIMS:
-        tries = [_fields(block, group, 4, 2) for block, group in _ROTATE_TILES]
-        workload = variant(segments(64), head_dim=head_dim)
-        yield Case("rotate", head_dim, None, workload, "none", tuple(tries))
+    tries = tuple(_fields(block, group, 4, 2) for block, group in _ROTATE_TILES)
+    small, large = KERNEL_WORKLOADS["windows-672"], segments(64)
+    for head_dim, base in itertools.product(_HEAD_DIMS, (small, large)):
+        workload = variant(base, head_dim=head_dim)
+        rows = workload.tokens * workload.heads if base is small else None
+        yield Case("rotate", head_dim, None, workload, "none", tries, rows)
 
 
 def _fields(

@@ -212,13 +212,13 @@ def _kernel(
 ) -> jax.Array:
     (q, k, v), (q_part, k_part, v_part) = _operands(qkv)
     if plan.fuse == "none" and len(qkv) == 1:
-        q = k = _rotate(q, (q_part, k_part), cos, sin, interpret)
+        q = k = _rotate(q, q_part, 2, cos, sin, interpret)
         q_part, k_part = 0, 1
     else:
         if plan.fuse == "none":
-            q, q_part = _rotate(q, (q_part,), cos, sin, interpret), 0
+            q, q_part = _rotate(q, q_part, 1, cos, sin, interpret), 0
         if plan.fuse != "qk":
-            k, k_part = _rotate(k, (k_part,), cos, sin, interpret), 0
+            k, k_part = _rotate(k, k_part, 1, cos, sin, interpret), 0
 
     tokens, _, heads, head_dim = v.shape
     segments = cu_seqlens.shape[0] - 1
@@ -254,20 +254,20 @@ def _kernel(
 
 
 def _rotate(
-    x: jax.Array, parts: tuple[int, ...], cos: jax.Array, sin: jax.Array, interpret: bool
+    x: jax.Array, first_part: int, parts: int, cos: jax.Array, sin: jax.Array, interpret: bool
 ) -> jax.Array:
-    """Parts of x rotated, [tokens, parts, row] as the attention kernels read them."""
+    """So many parts of x rotated, [tokens, parts, row] as the attention kernels read them."""
     tokens, _, heads, head_dim = x.shape
     launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads)
     split = head_split(head_dim)
     kernel = functools.partial(
         rotate_kernel,
-        parts=parts,
+        first_part=first_part,
         main=split.main,
         tail=split.tail,
         block=launch.block,
         group=launch.block_k,
     )
-    programs = pl.cdiv(tokens, launch.block) * pl.cdiv(heads, launch.block_k)
-    shape = (tokens, len(parts), rotated_row(heads, head_dim))
+    programs = pl.cdiv(tokens, launch.block) * parts * pl.cdiv(heads, launch.block_k)
+    shape = (tokens, parts, rotated_row(heads, head_dim))
     return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))

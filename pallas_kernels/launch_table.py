@@ -178,8 +178,8 @@ class Table:
                 KERNELS.index(row.kernel),
                 row.operands or "~",
                 row.max_head_dim or 1 << 30,
-                row.max_length or 1 << 30,
                 row.max_rows or 1 << 60,
+                row.max_length or 1 << 30,
             ),
         )
         devices = self.devices | {gpu.name: Device(gpu.compute_capability, tuple(order))}

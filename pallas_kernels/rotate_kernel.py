@@ -24,8 +24,8 @@ def rotate_kernel(
     # x is [tokens, parts, heads, head_dim], out [tokens, parts that are rotated, row]
     x_ref: Ref, cos_ref: Ref, sin_ref: Ref, out_ref: Ref,
     *,
-    # the parts of x that are rotated
-    parts: tuple[int, ...],
+    # the first part of x that is rotated; as many are as out has
+    first_part: int,
     # how a head is cut
     main: int, tail: int,
     # rows of a tile, heads of a program
@@ -33,27 +33,27 @@ def rotate_kernel(
 ) -> None:  # fmt: skip
     """Rotate into the paired order, and the places, that load_rotary reads from.
 
-    One program for each (token block, group of heads).
+    One program for each (token block, part, group of heads).
     """
     tokens, _, heads, head_dim = x_ref.shape
     rotary_dim = 2 * cos_ref.shape[1]
-    groups = pl.cdiv(heads, group)
-    first = (pl.program_id(0) // groups) * block
+    parts, groups = out_ref.shape[1], pl.cdiv(heads, group)
+    first = (pl.program_id(0) // groups // parts) * block
+    part = pl.program_id(0) // groups % parts
     first_head = (pl.program_id(0) % groups) * group
     rows = Rows(first, block, jnp.arange(block, dtype=jnp.int32) < tokens - first)
 
     def rotate_columns(first_column: int, width: int) -> None:
         cos, sin = load_angles(cos_ref, sin_ref, rows, first_column, width, rotary_dim)
-        for out_part, part in enumerate(parts):
 
-            def rotate_head(i: Scalar, _: None, part: int = part, out_part: int = out_part) -> None:
-                x = Head(x_ref, part, first_head + i)
-                pairs = load_pairs(x, rows, first_column, width, head_dim, rotary_dim)
-                y = rotary_tile(pairs, cos, sin, True)
-                out = Rotated(out_ref, out_part, first_head + i, heads)
-                store_rotated(out, rows, y, first_column, width)
+        def rotate_head(i: Scalar, _: None) -> None:
+            x = Head(x_ref, first_part + part, first_head + i)
+            pairs = load_pairs(x, rows, first_column, width, head_dim, rotary_dim)
+            y = rotary_tile(pairs, cos, sin, True)
+            out = Rotated(out_ref, part, first_head + i, heads)
+            store_rotated(out, rows, y, first_column, width)
 
-            jax.lax.fori_loop(0, jnp.minimum(group, heads - first_head), rotate_head, None)
+        jax.lax.fori_loop(0, jnp.minimum(group, heads - first_head), rotate_head, None)
 
     rotate_columns(0, main)
     if tail > 0:

@@ -84,9 +84,9 @@ def visit_segment(
         main=main, tail=tail, rotate_k=rotate_k,
     )  # fmt: skip
     # The product of the tail's columns is computed a block of keys ahead: issued behind those with
-    # V, it is there when the next block's logits start from it. Small tiles, more of whose programs
-    # share a multiprocessor, lose by that, and rotating K takes the registers that it needs.
-    ahead = tail > 0 and block > 64 and not rotate_k
+    # V, it is there when the next block's logits start from it. Rotating K and fp32 take the
+    # registers that it needs.
+    ahead = tail > 0 and q.dtype != jnp.float32 and not rotate_k
 
     def visit_whole(_: Scalar, carried: tuple) -> tuple:
         first_key, tail_logits, state = carried

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -33,7 +32,7 @@ class Head(NamedTuple):
     """One head of one part of a [tokens, parts, heads, head_dim] ref."""
 
     ref: Ref
-    part: int
+    part: Scalar
     head: Scalar
 
 
@@ -41,7 +40,7 @@ class Rotated(NamedTuple):
     """One of so many heads of one part of a [tokens, parts, row] ref, which rotate_kernel wrote."""
 
     ref: Ref
-    part: int
+    part: Scalar
     head: Scalar
     heads: int
 
@@ -110,9 +109,9 @@ def _window(x: Head | Rotated | Ref, rows: Rows, columns: pl.Slice | jax.Array) 
     """The part of a ref that a tile covers; columns are a slice, or a vector of indices."""
     ref, prefix = x, ()
     if isinstance(x, Head):
-        ref, prefix = x.ref, (np.int32(x.part), x.head)
+        ref, prefix = x.ref, (jnp.int32(x.part), x.head)
     elif isinstance(x, Rotated):
-        ref, prefix = x.ref, (np.int32(x.part),)
+        ref, prefix = x.ref, (jnp.int32(x.part),)
     if isinstance(columns, pl.Slice):
         if rows.last is None:
             return ref.at[pl.ds(rows.first, rows.count), *prefix, columns]

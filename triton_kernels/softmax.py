@@ -68,9 +68,9 @@ def visit_segment(
         row_max = tl.where(tl.abs(row_max * scale_log2) < 4096.0, row_max, float("inf"))
 
     # The product of the tail's columns is computed a block of keys ahead: issued behind those with
-    # V, it is there when the next block's logits start from it. Small tiles, more of whose programs
-    # share a multiprocessor, lose by that, and rotating K takes the registers that it needs.
-    AHEAD: tl.constexpr = TAIL > 0 and BLOCK > 64 and not ROTATE_K
+    # V, it is there when the next block's logits start from it. Rotating K and fp32 take the
+    # registers that it needs.
+    AHEAD: tl.constexpr = TAIL > 0 and q.dtype != tl.float32 and not ROTATE_K
     if AHEAD:
         tail_logits = add_tail_product(
             None, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, key_rows, key_rows < keys,
