@@ -21,9 +21,8 @@ from tests.triton_kernels.machine_code import first_operands, loop_spills
 
 POINTERS = {"window_kernel": 7, "stream_kernel": 7, "rotate_kernel": 4}
 # Bytes a thread spills at most. What a bound on registers sets aside waits in memory while the
-# stream kernel's loop runs without it, most at 72 columns with Q rotated inside; Triton 3.7's
-# assembler sets two registers aside in rotation.
-SPILLS = {"window_kernel": 0, "stream_kernel": 80, "rotate_kernel": 8}
+# stream kernel's loop runs without it: by Triton 3.6 the most, at 72 columns with Q rotated inside.
+SPILLS = {"window_kernel": 0, "stream_kernel": 112, "rotate_kernel": 0}
 
 
 def test_what_is_launched(found):
