@@ -171,7 +171,8 @@ class Table:
 
     def with_rows(self, gpu: Gpu, rows: Sequence[Row]) -> "Table":
         """A table in which a GPU has these rows instead of those it had, in the order of lookup."""
-        # The narrower condition first: one that is left out is the widest.
+        # The narrower condition first: one that is left out is the widest. Whether a call is small
+        # counts before how long its segments are.
         order = sorted(
             rows,
             key=lambda row: (

@@ -108,12 +108,14 @@ def test_rows_of_a_device_are_put_in_their_places(module, table):
         module.Row("stream", launch, "half", max_head_dim=96),
         module.Row("stream", launch._replace(block=32), "half", max_head_dim=96, max_length=256),
         module.Row("stream", launch._replace(block=64), "half", max_head_dim=64),
+        module.Row("stream", launch._replace(block=128), "half", max_head_dim=64, max_length=256),
         module.Row("stream", launch._replace(block=8), "half", max_head_dim=64, max_rows=999),
     ]
     changed = table.with_rows(gpu, rows)
     assert list(changed.devices) == [*list(table.devices)[:-1], "Imaginary GPU", "default"]
-    assert block(module, changed, *gpu, head_dim=64) == 64
-    assert block(module, changed, *gpu, head_dim=64, rows=999) == 8
+    assert block(module, changed, *gpu, head_dim=64, length=300) == 64
+    assert block(module, changed, *gpu, head_dim=64, length=256) == 128
+    assert block(module, changed, *gpu, head_dim=64, length=256, rows=999) == 8  # before the length
     assert block(module, changed, *gpu, head_dim=72) == 32
     assert block(module, changed, *gpu, head_dim=72, length=300) == 16
     assert block(module, table, *gpu) == block(module, table, None)  # the first table is as it was

@@ -20,9 +20,9 @@ from tests.triton_kernels.compile_ahead import inspect_machine_code
 from tests.triton_kernels.machine_code import first_operands, loop_spills
 
 POINTERS = {"window_kernel": 7, "stream_kernel": 7, "rotate_kernel": 4}
-# Bytes a thread spills at most. What a bound on registers sets aside waits in memory while the
-# stream kernel's loop runs without it: by Triton 3.6 the most, at 72 columns with Q rotated inside.
-SPILLS = {"window_kernel": 0, "stream_kernel": 112, "rotate_kernel": 0}
+# Bytes that a thread of attention spills at most. What a bound on registers sets aside waits in
+# memory while the stream kernel's loop runs without it: by Triton 3.6 the most, at 72 columns.
+SPILLS = {"qk": 0, "none": 56, "q": 112}
 
 
 def test_what_is_launched(found):
@@ -109,7 +109,7 @@ def test_pointers_registers_and_spills(found, tmp_path, head_dim, max_seqlen, fu
         registers, stack, code = inspect_machine_code(assemble(kernel.ptx, tmp_path))
         programs = 2 if kernel.name == "stream_kernel" else 4
         assert registers * kernel.threads * programs <= 65536
-        assert stack <= SPILLS[kernel.name]
+        assert stack <= (0 if kernel.name == "rotate_kernel" else SPILLS[fuse])
         assert loop_spills(code) == 0
 
 
@@ -124,17 +124,18 @@ def test_products_accumulate_in_tensor_cores(found, max_seqlen, fuse):
 
 
 @pytest.mark.parametrize(
-    ("fuse", "tokens", "ahead"),
-    [("none", TOKENS, 1), ("none", MANY_TOKENS, 1), ("q", MANY_TOKENS, 1), ("qk", TOKENS, 0)],
+    ("fuse", "tokens"),
+    [("none", TOKENS), ("none", MANY_TOKENS), ("q", MANY_TOKENS), ("qk", TOKENS)],
 )
-def test_queries_are_multiplied_from_shared_memory(found, fuse, tokens, ahead):
+def test_queries_are_multiplied_from_shared_memory(found, fuse, tokens):
     """As many products with Q as with probabilities, in either pass, the two that find what is
-    subtracted, and in either pass the first that is ahead of the loop.
+    subtracted, and, unless K is rotated there, in either pass the first that is ahead of the loop.
     """
     lower(head_dim=80, max_seqlen=STREAM, fuse=fuse, tokens=tokens)
     memory, registers = first_operands(found.compiled[-1].asm["ttgir"])
     assert registers == 8
-    assert memory == registers + 2 + 2 * ahead
+    ahead = 0 if fuse == "qk" else 2
+    assert memory == registers + 2 + ahead
 
 
 def test_a_kernel_is_known_again(found):
