@@ -1,7 +1,8 @@
 """Rotation as a pass of its own: how near does it come to the copy bandwidth?
 
 In PyTorch Q and K of packed qkv are rotated in place. In JAX, whose arrays do not change, the pass
-is the rotation kernel of a call with fuse="none", judged by that call's result.
+is the rotation kernel of a call with fuse="none", judged by that call's result. Beside them stands
+a negation in place of as many bytes in one piece: a short pass does not reach that bandwidth.
 """
 
 from collections.abc import Sequence
@@ -30,15 +31,20 @@ def in_place() -> KernelImplementation:
     return KernelImplementation("triton", "torch", _prepare, ours=True)
 
 
+def negation() -> KernelImplementation:
+    """PyTorch's negation in place of as many bytes as a rotation reads and writes."""
+    return KernelImplementation("negation in place", "torch", _prepare_negation)
+
+
 def bench_rotation(workloads: Sequence[KernelWorkload], ceilings: Ceilings) -> list[Record]:
-    """Time both rotations and print the table.
+    """Time both rotations and the negation, and print the table.
 
     Args:
         workloads: of ROTATION_WORKLOADS.
         ceilings: of the same run; the share of the floor is that of the copy bandwidth.
 
     Returns:
-        A record for each framework and workload.
+        A record of each for every workload.
     """
     records: list[Record] = []
     for workload in progress(workloads, "rotation"):
@@ -55,15 +61,17 @@ def bench_rotation(workloads: Sequence[KernelWorkload], ceilings: Ceilings) -> l
 
 
 def _measure(workload: KernelWorkload) -> list[Record]:
-    twins = in_place(), implementations.pallas("none")
+    triton, pallas, plain = in_place(), implementations.pallas("none"), negation()
     try:
         of_attention = Yardstick.of(workload)
+        negated = -_moved(workload, of_attention.torch_arguments[0]).double()
         return [
-            measure(twins[0], Yardstick.of_rotation(workload, of_attention.inputs)),
-            measure(twins[1], of_attention, FULL, kernel="rotate_kernel"),
+            measure(triton, Yardstick.of_rotation(workload, of_attention.inputs)),
+            measure(pallas, of_attention, FULL, kernel="rotate_kernel"),
+            measure(plain, replace(of_attention, exact=negated, unfused_error=0.0)),
         ]
     except Exception as error:  # after a kernel that broke the GPU: keep what is measured
-        return [blank_record(twin, workload).failed(error) for twin in twins]
+        return [blank_record(each, workload).failed(error) for each in (triton, pallas, plain)]
 
 
 def _prepare(workload: KernelWorkload) -> KernelCall:
@@ -78,6 +86,15 @@ def _prepare(workload: KernelWorkload) -> KernelCall:
         return qkv[:, :2]
 
     return call
+
+
+def _prepare_negation(workload: KernelWorkload) -> KernelCall:
+    return lambda qkv, *_: _moved(workload, qkv).neg_()
+
+
+def _moved(workload: KernelWorkload, qkv: torch.Tensor) -> torch.Tensor:
+    """A piece of qkv of half the bytes that a rotation moves."""
+    return qkv.view(-1)[: workload.bytes_moved // 2 // qkv.itemsize]
 
 
 def _print(records: Sequence[Record]) -> None:

@@ -22,8 +22,8 @@ from triton_kernels.stream_kernel import stream_kernel
 from triton_kernels.window_kernel import window_kernel
 
 LOG2_E = 1.4426950408889634
-# Vectors of a program that rotates in order; all shapes are alike to it.
-IN_ORDER = Launch(block=256, block_k=1, num_warps=4, num_stages=1)
+# Vectors of a program that rotates in order, one for each thread; all shapes are alike to it.
+IN_ORDER = Launch(block=256, block_k=1, num_warps=8, num_stages=1)
 
 _remembered = functools.lru_cache(4096)
 
@@ -90,10 +90,10 @@ def rotate_call(form: Form, at_16: bool, source: LaunchSource, parts: int = 1) -
     programs = triton.cdiv(tokens, launch.block) * parts * triton.cdiv(heads, launch.block_k)
     split = head_split(head_dim)
     constants = (
-        head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit, parts,
+        heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit, parts,
         launch.block, launch.block_k,
     )  # fmt: skip
-    numbers = tokens, heads, *strides
+    numbers = tokens, *strides
     return _call(rotate_kernel, programs, launch, numbers, constants, x, aligned)
 
 
@@ -106,8 +106,8 @@ def rotate_in_order_call(form: Form, at_16: bool) -> Call:
     vector = math.gcd(half, 16 // x.dtype.itemsize)
     aligned, angle_unit, strides = _in_units([*x.strides[:2], *out.strides[:2]], cos, at_16)
     programs = triton.cdiv(tokens * heads * (half // vector), IN_ORDER.block)
-    constants = half, vector, aligned, angle_unit, IN_ORDER.block
-    numbers = tokens, heads, *strides
+    constants = heads, half, vector, aligned, angle_unit, IN_ORDER.block
+    numbers = tokens, *strides
     return _call(rotate_in_order_kernel, programs, IN_ORDER, numbers, constants, x, aligned)
 
 

@@ -16,12 +16,12 @@ from triton_kernels.tiles import (
 
 # Sizes and strides vary from call to call: one binary serves all.
 NUMBERS = (
-    *("tokens", "heads"),
+    "tokens",
     *("x_stride", "x_head_stride", "out_stride", "out_part_stride"),
     "angle_stride",
 )
 NUMBERS_IN_ORDER = (
-    *("tokens", "heads"),
+    "tokens",
     *("x_stride", "x_head_stride", "out_stride", "out_head_stride"),
     "angle_stride",
 )
@@ -32,13 +32,13 @@ def rotate_kernel(
     # tensors
     x_ptr, out_ptr, cos_ptr, sin_ptr,
     # sizes
-    tokens, heads,
+    tokens,
     # strides, see ALIGNED; the last axis is contiguous
     x_stride, x_head_stride,
     out_stride, out_part_stride,
     angle_stride,
     # shape of a head and how it is cut
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr,
     # strides of x and out come in units of 8 elements, else of 1; the angles' of ANGLE_UNIT
     ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
@@ -57,23 +57,23 @@ def rotate_kernel(
     x_head_stride = x_head_stride.to(tl.int64) * UNIT
     out_part_stride = out_part_stride.to(tl.int64) * UNIT
     angle_stride = angle_stride * ANGLE_UNIT
-    groups = tl.cdiv(heads, GROUP)
-    first = (tl.program_id(0) // groups // PARTS).to(tl.int64) * BLOCK
-    part = tl.program_id(0) // groups % PARTS
-    first_head = (tl.program_id(0) % groups) * GROUP
-    group = tl.minimum(GROUP, heads - first_head)
+    GROUPS: tl.constexpr = tl.cdiv(HEADS, GROUP)
+    first = (tl.program_id(0) // GROUPS // PARTS).to(tl.int64) * BLOCK
+    part = tl.program_id(0) // GROUPS % PARTS
+    first_head = (tl.program_id(0) % GROUPS) * GROUP
+    group = tl.minimum(GROUP, HEADS - first_head)
     rows = tl.arange(0, BLOCK)
     mask = rows < tokens - first
     cos_ptr += first * angle_stride
     sin_ptr += first * angle_stride
-    x_ptr += first * x_stride + (part * heads + first_head) * x_head_stride
+    x_ptr += first * x_stride + (part * HEADS + first_head) * x_head_stride
     out_ptr += first * out_stride + part * out_part_stride
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
     x_head = x_ptr
     for i in range(0, group):
         rotate_tile(
             x_head, x_stride, out_ptr, out_stride,
-            rows, mask, cos, sin, first_head + i, heads, 0, MAIN, HEAD_DIM, ROTARY_DIM,
+            rows, mask, cos, sin, first_head + i, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM,
         )  # fmt: skip
         x_head += x_head_stride
     if TAIL > 0:
@@ -82,19 +82,19 @@ def rotate_kernel(
         for i in range(0, group):
             rotate_tile(
                 x_head, x_stride, out_ptr, out_stride,
-                rows, mask, cos, sin, first_head + i, heads, MAIN, TAIL, HEAD_DIM, ROTARY_DIM,
+                rows, mask, cos, sin, first_head + i, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM,
             )  # fmt: skip
             x_head += x_head_stride
 
 
 @triton.jit
-def rotate_tile(x_ptr, x_stride, out_ptr, out_stride, rows, mask, cos, sin, head, heads,
-                FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
-                ROTARY_DIM: tl.constexpr):  # fmt: skip
+def rotate_tile(x_ptr, x_stride, out_ptr, out_stride, rows, mask, cos, sin, head,
+                FIRST: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
+                HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
     """Rotate columns FIRST .. FIRST + WIDTH (in paired order) of one head; 0 past head_dim."""
     pairs = load_pairs(x_ptr, x_stride, rows, mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
     y = rotary_tile(pairs, cos, sin, True)
-    store_rotated(out_ptr, out_stride, rows, mask, y, head, heads, FIRST, WIDTH)
+    store_rotated(out_ptr, out_stride, rows, mask, y, head, HEADS, FIRST, WIDTH)
 
 
 @triton.jit(do_not_specialize=NUMBERS_IN_ORDER)
@@ -102,13 +102,13 @@ def rotate_in_order_kernel(
     # tensors; out may be x itself
     x_ptr, out_ptr, cos_ptr, sin_ptr,
     # sizes
-    tokens, heads,
+    tokens,
     # strides, see ALIGNED; the last axis is contiguous
     x_stride, x_head_stride,
     out_stride, out_head_stride,
     angle_stride,
-    # pairs of a head, and of a vector, which divides them
-    HALF: tl.constexpr, VECTOR: tl.constexpr,
+    # heads of a token; pairs of a head, and of a vector, which divides them
+    HEADS: tl.constexpr, HALF: tl.constexpr, VECTOR: tl.constexpr,
     # strides of x and out come in units of 8 elements, else of 1; the angles' of ANGLE_UNIT
     ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
     # vectors of a program
@@ -119,31 +119,22 @@ def rotate_in_order_kernel(
     All vectors of pairs in a row, heads fastest, cut into programs: no lane is idle whatever
     head_dim is. A pair is read and written by one thread, so out may be x.
     """
+    # Written out, the factor tells the compiler that it may load 16 bytes at a time.
     UNIT: tl.constexpr = 8 if ALIGNED else 1
-    x_stride, out_stride = x_stride * UNIT, out_stride * UNIT
-    x_head_stride = x_head_stride.to(tl.int64) * UNIT
-    out_head_stride = out_head_stride.to(tl.int64) * UNIT
-    angle_stride = angle_stride * ANGLE_UNIT
-    # The program's first row (a token's head) and its token by 64 bits, what counts from there 32.
     VECTORS: tl.constexpr = HALF // VECTOR
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    first_row = first // VECTORS
-    first_token = first_row // heads
-    vector = (first % VECTORS).to(tl.int32) + tl.arange(0, BLOCK)
-    row = (first_row % heads).to(tl.int32) + vector // VECTORS
-    token, head = row // heads, row % heads
+    vector = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = vector // VECTORS
+    token, head = row // HEADS, row % HEADS
     columns = (vector % VECTORS * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :]
-    mask = (token < tokens - first_token)[:, None]
-    x_ptr += first_token * x_stride + (head * x_head_stride)[:, None]
-    out_ptr += first_token * out_stride + (head * out_head_stride)[:, None]
+    mask = (token < tokens)[:, None]
+    x_ptr += ((token * x_stride + head * x_head_stride) * UNIT)[:, None] + columns
+    out_ptr += ((token * out_stride + head * out_head_stride) * UNIT)[:, None] + columns
 
-    angles = first_token * angle_stride + (token * angle_stride)[:, None] + columns
-    cos = tl.load(cos_ptr + angles, mask=mask)
-    sin = tl.load(sin_ptr + angles, mask=mask)
-    x_ptr += (token * x_stride)[:, None].to(tl.uint32) + columns
     x1 = tl.load(x_ptr, mask=mask).to(tl.float32)
     x2 = tl.load(x_ptr + HALF, mask=mask).to(tl.float32)
+    angles = (token * angle_stride * ANGLE_UNIT)[:, None] + columns
+    cos = tl.load(cos_ptr + angles, mask=mask)
+    sin = tl.load(sin_ptr + angles, mask=mask)
     dtype = out_ptr.dtype.element_ty
-    out_ptr += (token * out_stride)[:, None].to(tl.uint32) + columns
     tl.store(out_ptr, cast(x1 * cos - x2 * sin, dtype), mask=mask)
     tl.store(out_ptr + HALF, cast(x2 * cos + x1 * sin, dtype), mask=mask)

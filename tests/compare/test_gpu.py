@@ -88,7 +88,7 @@ def test_the_pallas_call_adds_no_kernel_of_its_own(name, kernels):
 def test_rotations_are_timed():
     for record in bench_rotation([ROTATION_WORKLOADS["rotate-448"]], ceilings.measure()):
         assert record.passed, record
-        assert record.kernels_per_call == 1
+        assert record.kernels_per_call == (1 if record.ours else None)
         assert record.share_of_floor > 0.1
 
 

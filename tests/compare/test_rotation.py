@@ -57,13 +57,15 @@ def pallas(monkeypatch):
     monkeypatch.setattr(implementations, "pallas", lambda fuse: twin)
 
 
-def test_both_are_judged_and_timed(monkeypatch, capsys, pallas):
+def test_all_are_judged_and_timed(monkeypatch, capsys, pallas):
     stand_in_clocks(monkeypatch, jax_kernel="rotate_kernel")
     records = bench_rotation([TINY], CEILINGS)
     assert [(r.implementation, r.median_us, r.passed) for r in records] == [
         ("triton", 10.0, True),
         ("pallas", 9.0, True),
+        ("negation in place", 10.0, True),
     ]
+    assert [record.ours for record in records] == [True, True, False]
     floor_us = TINY.bytes_moved / 4e9 * 1e6
     assert records[0].share_of_floor == pytest.approx(floor_us / 10)
     assert records[0].details["bytes_per_s"] == pytest.approx(TINY.bytes_moved / 10e-6)
@@ -75,6 +77,18 @@ def test_the_rotation_in_place_is_the_kernels():
     out = rotation.in_place().prepare(TINY)(*arguments)
     assert out.data_ptr() == arguments[0].data_ptr()
     assert relative_rms_error(out, rotated(TINY.inputs())) < 4e-3
+
+
+def test_the_negation_moves_as_many_bytes_in_place():
+    arguments = torch_arguments(TINY.inputs())
+    qkv = arguments[0]
+    before = qkv.clone().view(-1)
+    out = rotation.negation().prepare(TINY)(*arguments)
+    assert out.data_ptr() == qkv.data_ptr()
+    assert 2 * out.nbytes == TINY.bytes_moved < 2 * qkv.nbytes
+    size = out.numel()
+    assert (qkv.view(-1)[:size] == -before[:size]).all()
+    assert (qkv.view(-1)[size:] == before[size:]).all()
 
 
 def test_a_profile_without_the_kernel_is_no_time(monkeypatch, pallas):
