@@ -53,7 +53,8 @@ _ROTATIONS = 'In the chart "rope + ..." is the faster of the rotations before th
 _REMARKS = {
     "windows": _ROTATIONS,
     "frames": _ROTATIONS,
-    "rotate": 'Pallas\' pass is timed within a call with `fuse="none"`, whose error stands here.',
+    "rotate": 'Pallas\' pass is timed within a call with `fuse="none"`, whose error stands here. '
+    "A negation in place, where there is one, is PyTorch's, of as many bytes in one piece.",
 }
 # What stands in the report alone: families, and tables of a tower.
 _DETAIL_FAMILIES = {"windows_other", "frames_other", "rotate"}

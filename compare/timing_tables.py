@@ -103,7 +103,8 @@ def _ratios(results: Results, workload: str) -> dict[str, str]:
     records = timed(results, workload)
     times = {name: record["median_us"] for name, record in records.items()}
     found: dict[str, str] = {}
-    for name in KERNELS:
+    rotation = family(workload) == "rotate"
+    for name in records if rotation else KERNELS:
         if share := records.get(name, {}).get("share_of_floor"):
             found[f"floor / {name}"] = f"{share:.0%}"
     if host_us := records.get("triton", {}).get("host_us"):
@@ -111,7 +112,8 @@ def _ratios(results: Results, workload: str) -> dict[str, str]:
     triton_us, pallas_us = (records.get(name, {}).get("profiler_us") for name in KERNELS)
     if pallas_us and triton_us:
         found["pallas / triton"] = f"{pallas_us / triton_us:.2f}"
-    for framework, ours in (("torch", "triton"), ("jax", "pallas")):
+    # Beside a rotation stands no unfused pair.
+    for framework, ours in () if rotation else (("torch", "triton"), ("jax", "pallas")):
         unfused = [record["median_us"] for record in peers(records, framework)]
         if unfused and ours in times:
             found[f"fastest unfused {framework} / {ours}"] = f"{min(unfused) / times[ours]:.2f}"

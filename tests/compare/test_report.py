@@ -352,6 +352,19 @@ def test_the_rotation_says_whose_error_stands_beside_pallas(tmp_path):
     assert text.count('a call with `fuse="none"`, whose error stands here.') == 1
 
 
+def test_beside_the_rotation_stands_what_a_pass_reaches_and_no_unfused_pair():
+    kernels = {
+        "triton": ("torch", 5.0),
+        "pallas": ("jax", 4.0),
+        "negation in place": ("torch", 4.0),
+    }
+    records = synthetic.timing_records(("rotate",), kernels)
+    text = ratio_table(synthetic.as_results("kernels", records), ["rotate-448"])
+    assert "| floor / triton | 50% |" in text
+    assert "| floor / negation in place | 62% |" in text
+    assert "unfused" not in text
+
+
 def test_a_part_without_any_timing_still_makes_a_report(tmp_path):
     missing = Record("windows-448", "triton", floor_us=1.0, note="no such GPU")
     path = results.default_path("kernels", "x", tmp_path)
