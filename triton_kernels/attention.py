@@ -5,10 +5,10 @@ import functools
 import torch
 import triton
 
-from triton_kernels.calls import are_aligned, attention_call, rotate_call, rotate_in_order_call
+from triton_kernels.calls import Rotation, are_aligned, plan, rotate_in_order_call
 from triton_kernels.checks import Form, check_arguments, form_of
 from triton_kernels.dispatch import goes_unseen
-from triton_kernels.launch import auto_fuse, launch_source, rotated_row
+from triton_kernels.launch import auto_fuse, launch_source
 from triton_kernels.reference import rope_attention_reference
 from triton_kernels.run import run
 
@@ -154,55 +154,37 @@ def attend(
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):  # once more, without the form, to find it out again
             return attend(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
-    if fuse == "none":
-        q, k = _rotate_both(q, k, cos, sin)
-    elif fuse == "q":
-        [k] = _rotate(k, cos, sin)
-    if fuse != "qk" or form is None:
+    if form is None:
         form = form_of((q, k, v, cos, sin, cu_seqlens))
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    tensors = q, k, v, out, cos, sin, cu_seqlens
-    addresses = [x.data_ptr() for x in tensors]
+    at_once = fuse == "none" and _is_behind(k, q)
+    # PyTorch's own memory is aligned, and how cu_seqlens lies makes no difference.
+    aligned = are_aligned(q, k, v, cos, sin)
     source = launch_source(q.device.index)
-    # How cu_seqlens lies makes no difference.
-    call = attention_call(form, are_aligned(addresses[:-1]), source, max_seqlen, scale, fuse)
-    run(call, tensors, addresses)
+    rotations, attention = plan(form, aligned, source, max_seqlen, scale, fuse, at_once)
+    if at_once:
+        q, k = _rotate(rotations[0], q, cos, sin)
+    else:
+        if fuse == "none":
+            [q] = _rotate(rotations[0], q, cos, sin)
+        if fuse != "qk":
+            [k] = _rotate(rotations[-1], k, cos, sin)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    run(attention, (q, k, v, out, cos, sin, cu_seqlens))
     return out
 
 
-def _rotate_both(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k rotated; in one launch where K's heads lie behind Q's, as in a packed projection."""
-    heads, step = q.shape[1], q.stride(1)
-    behind = (
-        q.stride() == k.stride()
-        and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
-        and k.storage_offset() - q.storage_offset() == heads * step
-    )
-    if not behind:
-        return *_rotate(q, cos, sin), *_rotate(k, cos, sin)
-    both = q.as_strided((q.shape[0], 2 * heads, q.shape[2]), q.stride())
-    return _rotate(both, cos, sin, parts=2)
+def _is_behind(k: torch.Tensor, q: torch.Tensor) -> bool:
+    """Whether K's heads lie behind Q's, as in a packed projection: as if q had twice as many."""
+    distance = q.shape[1] * q.stride(1) * q.itemsize
+    return k.data_ptr() - q.data_ptr() == distance and k.stride() == q.stride()
 
 
 def _rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int = 1
+    rotation: Rotation, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """x [tokens, heads, head_dim] rotated: for each part what the attention kernels read.
-
-    parts: how many of Q and K its heads are.
-
-    Returns:
-        [tokens, row] for each, see rotated_row.
-    """
-    row = rotated_row(x.shape[1] // parts, x.shape[2])
-    out = torch.empty((x.shape[0], parts, row), dtype=x.dtype, device=x.device)
-    tensors = x, out, cos, sin
-    addresses = [x.data_ptr() for x in tensors]
-    source = launch_source(x.device.index)
-    call = rotate_call(form_of(tensors), are_aligned(addresses), source, parts)
-    run(call, tensors, addresses)
+    """The parts of which x [tokens, heads, head_dim] is the first, rotated: [tokens, row] each."""
+    out = torch.empty(rotation.shape, dtype=x.dtype, device=x.device)
+    run(rotation.call, (x, out, cos, sin))
     return out.unbind(1)
 
 
@@ -214,6 +196,4 @@ def rotate_in_order(
     Dims behind the rotary ones are left as they are in out.
     """
     tensors = x, out, cos, sin
-    addresses = [x.data_ptr() for x in tensors]
-    call = rotate_in_order_call(form_of(tensors), are_aligned(addresses))
-    run(call, tensors, addresses)
+    run(rotate_in_order_call(form_of(tensors), are_aligned(*tensors)), tensors)

@@ -5,7 +5,6 @@ Remembered by form: working it out again would cost each call microseconds.
 
 import functools
 import math
-import operator
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from triton_kernels.checks import Form
-from triton_kernels.launch import LaunchSource, find_launch, head_split, window_limit
+from triton_kernels.launch import LaunchSource, find_launch, head_split, rotated_row, window_limit
 from triton_kernels.launch_table import Launch
 from triton_kernels.rotate_kernel import rotate_in_order_kernel, rotate_kernel
 from triton_kernels.run import Call, binary_of
@@ -37,25 +36,100 @@ class _Tensor(NamedTuple):
     strides: tuple[int, ...]
 
 
-def are_aligned(addresses: list[int]) -> bool:
-    """Whether all are multiples of 16 bytes, which a form does not say."""
-    return functools.reduce(operator.or_, addresses) % 16 == 0
+def are_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether all begin at a multiple of 16 bytes, which a form does not say."""
+    bits = 0
+    for x in tensors:
+        bits |= x.data_ptr()
+    return bits % 16 == 0
+
+
+class Rotation(NamedTuple):
+    """A rotation beforehand, and the shape of what it writes: [tokens, parts, row]."""
+
+    call: Call
+    shape: tuple[int, int, int]
+
+
+class Plan(NamedTuple):
+    """All launches of the operation.
+
+    Attributes:
+        rotations: of Q and K at once, of each, of K alone, or none.
+        attention: what reads their results.
+    """
+
+    rotations: tuple[Rotation, ...]
+    attention: Call
 
 
 @_remembered
+def plan(
+    form: Form,
+    at_16: bool,
+    source: LaunchSource,
+    max_seqlen: int,
+    scale: float,
+    fuse: str,
+    at_once: bool,
+) -> Plan:
+    """What is launched for a form of (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
+
+    Args:
+        form: the tensors' as they are passed.
+        at_16: they are aligned, see are_aligned.
+        source, max_seqlen, scale: of the call.
+        fuse: "qk", "q" or "none".
+        at_once: rotate Q and K in one launch, as K's heads lie behind Q's.
+    """
+    *qkv, cos, sin, cu_seqlens = (_Tensor(*x) for x in form)
+    q, k, v = qkv if len(qkv) == 3 else [_part(qkv[0])] * 3
+    rotations: tuple[Rotation, ...] = ()
+    if at_once:
+        rotations = (_rotation(q, cos, at_16, source, 2),)
+        q = k = _rotated(q, 2)
+    else:
+        if fuse == "none":
+            rotations, q = (_rotation(q, cos, at_16, source, 1),), _rotated(q, 1)
+        if fuse != "qk":
+            rotations, k = (*rotations, _rotation(k, cos, at_16, source, 1)), _rotated(k, 1)
+    read = q, k, v, cos, sin, cu_seqlens
+    return Plan(rotations, attention_call(read, at_16, source, max_seqlen, scale, fuse))
+
+
+def _part(qkv: _Tensor) -> _Tensor:
+    """Q, K or V of a packed tensor, which lie alike."""
+    (tokens, _, *head), (token_stride, _, *strides) = qkv.shape, qkv.strides
+    return qkv._replace(shape=torch.Size((tokens, *head)), strides=(token_stride, *strides))
+
+
+def _rotation(x: _Tensor, cos: _Tensor, at_16: bool, source: LaunchSource, parts: int) -> Rotation:
+    """The rotation of so many parts, of which x is the first."""
+    tokens, heads, head_dim = x.shape
+    row = rotated_row(heads, head_dim)
+    whole = x._replace(shape=torch.Size((tokens, parts * heads, head_dim)))
+    out = x._replace(shape=torch.Size((tokens, parts, row)), strides=(parts * row, row, 1))
+    return Rotation(rotate_call((whole, out, cos, cos), at_16, source, parts), (tokens, parts, row))
+
+
+def _rotated(x: _Tensor, parts: int) -> _Tensor:
+    """What attention reads in place of x: [tokens, row], one part of a rotation's result."""
+    row = rotated_row(*x.shape[1:])
+    return x._replace(shape=torch.Size((x.shape[0], row)), strides=(parts * row, 1))
+
+
 def attention_call(
     form: Form, at_16: bool, source: LaunchSource, max_seqlen: int, scale: float, fuse: str
 ) -> Call:
-    """Attention, of the form of (q, k, v, cos, sin, cu_seqlens) or (qkv, cos, sin, cu_seqlens).
+    """Attention, of the form of (q, k, v, cos, sin, cu_seqlens).
 
     at_16: their addresses are aligned. fuse: "qk", or what is rotated already, K ("q") or both,
     which are [tokens, row].
     """
     *qkv, cos, _, cu_seqlens = (_Tensor(*x) for x in form)
     x = qkv[-1]
-    tokens, (heads, head_dim) = x.shape[0], x.shape[-2:]
-    packed = len(qkv) == 1
-    rows = [x.strides[0], x.strides[2]] * 3 if packed else [s for x in qkv for s in _row_strides(x)]
+    tokens, heads, head_dim = x.shape
+    rows = [stride for x in qkv for stride in _row_strides(x)]
     aligned, angle_unit, strides = _in_units(rows, cos, at_16)
     segments = cu_seqlens.shape[0] - 1
     shape = x.dtype, head_dim, max_seqlen, tokens * heads
@@ -77,7 +151,6 @@ def attention_call(
     return _call(kernel, programs, launch, numbers, constants, x, aligned)
 
 
-@_remembered
 def rotate_call(form: Form, at_16: bool, source: LaunchSource, parts: int = 1) -> Call:
     """Rotation beforehand, of the form of (x, out, cos, sin); out is [tokens, parts, row].
 

@@ -30,8 +30,10 @@ def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
         return False
     if _added_keys() & ~_ALWAYS_ADDED:
         return False
-    if {type(x) for x in tensors} != {torch.Tensor} or tensors[0].is_meta:
-        return False
-    if any(x.is_neg() for x in tensors):
-        return False
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    recording = torch.is_grad_enabled()
+    for x in tensors:
+        if type(x) is not torch.Tensor or x.is_meta or x.is_neg():
+            return False
+        if recording and x.requires_grad:
+            return False
+    return True

@@ -62,8 +62,8 @@ def binary_of(
     return Binary()
 
 
-def run(call: Call, tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> None:
-    """Launch a call on its tensors, which are on the current device and lie at these addresses."""
+def run(call: Call, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Launch a call on its tensors, which are on the current device."""
     binary = call.binary
     compiled = None if binary is None else binary.compiled
     if compiled is not None and not _hooked():
@@ -72,7 +72,7 @@ def run(call: Call, tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> 
         # Addresses, as for a tensor Triton would ask the driver whose memory it is.
         compiled.run(
             call.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks,
-            *addresses, *call.numbers, *call.constants,
+            *[x.data_ptr() for x in tensors], *call.numbers, *call.constants,
         )  # fmt: skip
         return
     launch = call.launch

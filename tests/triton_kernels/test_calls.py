@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from triton_kernels.calls import attention_call, rotate_call, rotate_in_order_call
+from triton_kernels.calls import attention_call, plan, rotate_call, rotate_in_order_call
 from triton_kernels.checks import form_of
-from triton_kernels.launch import launch_source, launching_by
+from triton_kernels.launch import launch_source, launching_by, rotated_row
 from triton_kernels.launch_table import Table
 
 TOKENS, HEADS, HEAD_DIM = 6, 2, 16
@@ -33,13 +33,12 @@ def tensors(tokens=TOKENS, heads=HEADS):
     return torch.empty(tokens, 3, heads, HEAD_DIM), angles, angles, cu_seqlens
 
 
-def attention(form, at_16=True, max_seqlen=STREAM, scale=0.25, fuse="qk"):
-    return attention_call(form, at_16, launch_source(None), max_seqlen, scale, fuse)
+def planned(form, at_16=True, max_seqlen=STREAM, scale=0.25, fuse="none", at_once=True):
+    return plan(form, at_16, launch_source(None), max_seqlen, scale, fuse, at_once)
 
 
-def rotation(qkv, cos, sin):
-    q = qkv[:, 0]
-    return rotate_call(form_of((q, q.contiguous(), cos, sin)), True, launch_source(None))
+def attention(form, at_16=True, max_seqlen=STREAM):
+    return planned(form, at_16, max_seqlen, fuse="qk", at_once=False).attention
 
 
 def test_another_table_gives_another_launch_to_the_same_form():
@@ -47,25 +46,56 @@ def test_another_table_gives_another_launch_to_the_same_form():
     blocks = []
     for block in (32, 64, 32):
         with launching_by(table((block, {}))):
-            calls = attention(form), attention(form, fuse="none"), rotation(*tensors()[:3])
+            [rotation], reading = planned(form)
+            calls = attention(form), reading, rotation.call
             blocks.append({call.launch.block for call in calls})
     assert blocks == [{32}, {64}, {32}]
 
 
 @pytest.mark.parametrize(("tokens", "heads", "block"), [(2, 3, 16), (6, 1, 16), (4, 2, 32)])
 def test_rows_are_tokens_times_heads(tokens, heads, block):
-    qkv, cos, sin, cu_seqlens = tensors(tokens, heads)
+    form = form_of(tensors(tokens, heads))
     with launching_by(table((16, {"max_rows": 6}), (32, {}))):
-        assert attention(form_of((qkv, cos, sin, cu_seqlens))).launch.block == block
-        assert rotation(qkv, cos, sin).launch.block == block
+        assert attention(form).launch.block == block
+        rotations = planned(form, fuse="q", at_once=False).rotations
+        assert [rotation.call.launch.block for rotation in rotations] == [block]
+
+
+# fuse, at_once, and how many of Q and K each rotation writes
+WAYS = [("qk", False, ()), ("q", False, (1,)), ("none", False, (1, 1)), ("none", True, (2,))]
 
 
 @pytest.mark.parametrize("at_16", [True, False])
 @pytest.mark.parametrize("max_seqlen", [8, STREAM])
-def test_packed_tensors_are_their_parts(at_16, max_seqlen):
+@pytest.mark.parametrize("way", WAYS)
+def test_packed_tensors_are_their_parts(at_16, max_seqlen, way):
     qkv, *others = tensors()
     packed, separate = form_of((qkv, *others)), form_of((*qkv.unbind(1), *others))
-    assert attention(packed, at_16, max_seqlen) == attention(separate, at_16, max_seqlen)
+    options = {"fuse": way[0], "at_once": way[1]}
+    assert planned(packed, at_16, max_seqlen, **options) == planned(
+        separate, at_16, max_seqlen, **options
+    )
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (3, 72), (16, 80), (1, 128)])
+@pytest.mark.parametrize(("fuse", "at_once", "parts"), WAYS)
+def test_a_plan_is_for_the_tensors_that_rotation_makes(heads, head_dim, fuse, at_once, parts):
+    """Their shapes and strides are worked out before there are any."""
+    angles, cu_seqlens = torch.empty(TOKENS, head_dim // 2), torch.empty(3, dtype=torch.int32)
+    qkv = torch.empty(TOKENS, 3, heads, head_dim)
+    q, k, v = qkv.unbind(1)
+    form, source = form_of((qkv, angles, angles, cu_seqlens)), launch_source(None)
+    rotations, reading = planned(form, fuse=fuse, at_once=at_once)
+    made = [torch.empty(TOKENS, n, rotated_row(heads, head_dim)) for n in parts]
+    assert [rotation.shape for rotation in rotations] == [x.shape for x in made]
+    for rotation, out, n in zip(rotations, made, parts, strict=True):
+        x = qkv[:, :n].flatten(1, 2)
+        form = form_of((x, out, angles, angles))
+        assert rotation.call == rotate_call(form, True, source, n)
+    rotated = [x for out in made for x in out.unbind(1)]
+    q, k = ([q, k][: 2 - len(rotated)] + rotated)[:2]
+    form = form_of((q, k, v, angles, angles, cu_seqlens))
+    assert reading == attention_call(form, True, source, STREAM, 0.25, fuse)
 
 
 def test_what_is_not_aligned_has_no_binary_that_is_known():

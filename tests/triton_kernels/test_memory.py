@@ -44,6 +44,22 @@ def test_nothing_outside_the_tensors_is_read_or_written(cu_seqlens, fuse, max_se
     assert all(map(intact, results))
 
 
+def test_q_and_k_are_rotated_at_once_where_k_lies_behind_q():
+    case = make_case((9, 23), trailing=3)
+    *qkv, cos, sin, cu_seqlens = map(to_torch, case.separate)
+    # K behind Q, in front of it, and elsewhere
+    for order, made in (((0, 1, 2), 2), ((1, 0, 2), 3), ((0, 2, 1), 3)):
+        lying = torch.stack([qkv[i] for i in order], dim=1).unbind(1)
+        q, k, v = (lying[order.index(i)] for i in range(3))
+        with guarded_results() as results:
+            out = public_function(False)(
+                q, k, v, cos, sin, cu_seqlens,
+                max_seqlen=23, fuse="none", implementation="triton",
+            )  # fmt: skip
+        assert len(results) == made
+        assert_accurate(to_numpy(out), case)
+
+
 @pytest.mark.parametrize("length", [17, 40])
 def test_rows_of_a_longer_segment_are_written(length):
     """Right or NaN, and NaN from the kernel: elsewhere in the tests memory holds it before."""
