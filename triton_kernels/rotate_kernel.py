@@ -122,6 +122,7 @@ def rotate_in_order_kernel(
     # Written out, the factor tells the compiler that it may load 16 bytes at a time.
     UNIT: tl.constexpr = 8 if ALIGNED else 1
     VECTORS: tl.constexpr = HALF // VECTOR
+    # By 64 bits: those of a large tensor are more than 32 bits count.
     vector = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = vector // VECTORS
     token, head = row // HEADS, row % HEADS
