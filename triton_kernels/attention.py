@@ -175,8 +175,12 @@ def attend(
 
 def _is_behind(k: torch.Tensor, q: torch.Tensor) -> bool:
     """Whether K's heads lie behind Q's, as in a packed projection: as if q had twice as many."""
-    distance = q.shape[1] * q.stride(1) * q.itemsize
-    return k.data_ptr() - q.data_ptr() == distance and k.stride() == q.stride()
+    return (
+        k.data_ptr() - q.data_ptr() == q.shape[1] * q.stride(1) * q.itemsize
+        and k.stride() == q.stride()
+        # One token's may lie so by chance, and Triton's interpreter moves a GPU's storages apart.
+        and k.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+    )
 
 
 def _rotate(

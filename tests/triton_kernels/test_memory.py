@@ -17,6 +17,7 @@ from tests.triton_kernels.adapter import (
     to_numpy,
     to_torch,
 )
+from triton_kernels.attention import _is_behind
 
 
 @hostile_cu_seqlens(
@@ -58,6 +59,16 @@ def test_q_and_k_are_rotated_at_once_where_k_lies_behind_q():
             )  # fmt: skip
         assert len(results) == made
         assert_accurate(to_numpy(out), case)
+
+
+def test_storages_that_lie_one_behind_the_other_by_chance_are_told_apart():
+    """As those of one token may on a GPU; Triton's interpreter would read past its copy of Q."""
+    memory = np.zeros((2, 1, 4, 16), dtype=np.float32)
+    q, k = torch.from_numpy(memory).unbind()
+    assert _is_behind(k, q)
+    q, k = (torch.from_numpy(x) for x in memory)
+    assert k.data_ptr() - q.data_ptr() == q.nbytes
+    assert not _is_behind(k, q)
 
 
 @pytest.mark.parametrize("length", [17, 40])
