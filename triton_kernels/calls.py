@@ -84,17 +84,22 @@ def plan(
     """
     *qkv, cos, sin, cu_seqlens = (_Tensor(*x) for x in form)
     q, k, v = qkv if len(qkv) == 3 else [_part(qkv[0])] * 3
-    rotations: tuple[Rotation, ...] = ()
+    rotations = []
+
+    def rotated(x: _Tensor, parts: int) -> _Tensor:
+        rotations.append(_rotation(x, cos, at_16, source, parts))
+        tokens, _, row = rotations[-1].shape
+        return x._replace(shape=torch.Size((tokens, row)), strides=(parts * row, 1))
+
     if at_once:
-        rotations = (_rotation(q, cos, at_16, source, 2),)
-        q = k = _rotated(q, 2)
+        q = k = rotated(q, 2)
     else:
         if fuse == "none":
-            rotations, q = (_rotation(q, cos, at_16, source, 1),), _rotated(q, 1)
+            q = rotated(q, 1)
         if fuse != "qk":
-            rotations, k = (*rotations, _rotation(k, cos, at_16, source, 1)), _rotated(k, 1)
+            k = rotated(k, 1)
     read = q, k, v, cos, sin, cu_seqlens
-    return Plan(rotations, attention_call(read, at_16, source, max_seqlen, scale, fuse))
+    return Plan(tuple(rotations), attention_call(read, at_16, source, max_seqlen, scale, fuse))
 
 
 def _part(qkv: _Tensor) -> _Tensor:
@@ -104,18 +109,21 @@ def _part(qkv: _Tensor) -> _Tensor:
 
 
 def _rotation(x: _Tensor, cos: _Tensor, at_16: bool, source: LaunchSource, parts: int) -> Rotation:
-    """The rotation of so many parts, of which x is the first."""
+    """Rotation beforehand of so many of Q and K, of which x is the first."""
     tokens, heads, head_dim = x.shape
     row = rotated_row(heads, head_dim)
-    whole = x._replace(shape=torch.Size((tokens, parts * heads, head_dim)))
-    out = x._replace(shape=torch.Size((tokens, parts, row)), strides=(parts * row, row, 1))
-    return Rotation(rotate_call((whole, out, cos, cos), at_16, source, parts), (tokens, parts, row))
-
-
-def _rotated(x: _Tensor, parts: int) -> _Tensor:
-    """What attention reads in place of x: [tokens, row], one part of a rotation's result."""
-    row = rotated_row(*x.shape[1:])
-    return x._replace(shape=torch.Size((x.shape[0], row)), strides=(parts * row, 1))
+    rows = [*x.strides[:2], parts * row, row]
+    aligned, angle_unit, strides = _in_units(rows, cos, at_16)
+    launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads, source, aligned)
+    programs = triton.cdiv(tokens, launch.block) * parts * triton.cdiv(heads, launch.block_k)
+    split = head_split(head_dim)
+    constants = (
+        heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit, parts,
+        launch.block, launch.block_k,
+    )  # fmt: skip
+    numbers = tokens, *strides
+    call = _call(rotate_kernel, programs, launch, numbers, constants, x, aligned)
+    return Rotation(call, (tokens, parts, row))
 
 
 def attention_call(
@@ -149,25 +157,6 @@ def attention_call(
         fuse != "none", fuse == "qk", *blocks,
     )  # fmt: skip
     return _call(kernel, programs, launch, numbers, constants, x, aligned)
-
-
-def rotate_call(form: Form, at_16: bool, source: LaunchSource, parts: int = 1) -> Call:
-    """Rotation beforehand, of the form of (x, out, cos, sin); out is [tokens, parts, row].
-
-    parts: how many of Q and K the heads of x are.
-    """
-    x, out, cos, _ = (_Tensor(*x) for x in form)
-    tokens, heads, head_dim = x.shape[0], x.shape[1] // parts, x.shape[2]
-    aligned, angle_unit, strides = _in_units([*x.strides[:2], *out.strides[:2]], cos, at_16)
-    launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads, source, aligned)
-    programs = triton.cdiv(tokens, launch.block) * parts * triton.cdiv(heads, launch.block_k)
-    split = head_split(head_dim)
-    constants = (
-        heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit, parts,
-        launch.block, launch.block_k,
-    )  # fmt: skip
-    numbers = tokens, *strides
-    return _call(rotate_kernel, programs, launch, numbers, constants, x, aligned)
 
 
 @_remembered

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from triton_kernels.calls import attention_call, plan, rotate_call, rotate_in_order_call
+from triton_kernels.calls import attention_call, plan, rotate_in_order_call
 from triton_kernels.checks import form_of
 from triton_kernels.launch import launch_source, launching_by, rotated_row
 from triton_kernels.launch_table import Table
@@ -41,13 +41,17 @@ def attention(form, at_16=True, max_seqlen=STREAM):
     return planned(form, at_16, max_seqlen, fuse="qk", at_once=False).attention
 
 
+def rotation(form, at_16=True):
+    """That of Q alone."""
+    return planned(form, at_16, at_once=False).rotations[0].call
+
+
 def test_another_table_gives_another_launch_to_the_same_form():
     form = form_of(tensors())
     blocks = []
     for block in (32, 64, 32):
         with launching_by(table((block, {}))):
-            [rotation], reading = planned(form)
-            calls = attention(form), reading, rotation.call
+            calls = attention(form), planned(form).attention, rotation(form)
             blocks.append({call.launch.block for call in calls})
     assert blocks == [{32}, {64}, {32}]
 
@@ -57,8 +61,7 @@ def test_rows_are_tokens_times_heads(tokens, heads, block):
     form = form_of(tensors(tokens, heads))
     with launching_by(table((16, {"max_rows": 6}), (32, {}))):
         assert attention(form).launch.block == block
-        rotations = planned(form, fuse="q", at_once=False).rotations
-        assert [rotation.call.launch.block for rotation in rotations] == [block]
+        assert rotation(form).launch.block == block
 
 
 # fuse, at_once, and how many of Q and K each rotation writes
@@ -88,10 +91,9 @@ def test_a_plan_is_for_the_tensors_that_rotation_makes(heads, head_dim, fuse, at
     rotations, reading = planned(form, fuse=fuse, at_once=at_once)
     made = [torch.empty(TOKENS, n, rotated_row(heads, head_dim)) for n in parts]
     assert [rotation.shape for rotation in rotations] == [x.shape for x in made]
-    for rotation, out, n in zip(rotations, made, parts, strict=True):
-        x = qkv[:, :n].flatten(1, 2)
-        form = form_of((x, out, angles, angles))
-        assert rotation.call == rotate_call(form, True, source, n)
+    for rotation, out in zip(rotations, made, strict=True):
+        strides = [stride // 8 for x in (q, out) for stride in x.stride()[:2]]
+        assert rotation.call.numbers[:5] == (TOKENS, *strides)
     rotated = [x for out in made for x in out.unbind(1)]
     q, k = ([q, k][: 2 - len(rotated)] + rotated)[:2]
     form = form_of((q, k, v, angles, angles, cu_seqlens))
@@ -101,18 +103,15 @@ def test_a_plan_is_for_the_tensors_that_rotation_makes(heads, head_dim, fuse, at
 def test_what_is_not_aligned_has_no_binary_that_is_known():
     qkv, cos, sin, cu_seqlens = tensors()
     narrow = torch.empty(TOKENS, 3, HEADS, HEAD_DIM + 4)[..., :HEAD_DIM]
-    x = qkv[:, 0]
-    aligned, elsewhere = form_of((x, x, cos, sin)), form_of((narrow[:, 0], x, cos, sin))
-    for form, at_16, known in (
-        (aligned, True, True),
-        (aligned, False, False),
-        (elsewhere, True, False),
-    ):
-        calls = rotate_call(form, at_16, launch_source(None)), rotate_in_order_call(form, at_16)
-        assert [call.binary is not None for call in calls] == [known] * 2
     for x, at_16, known in ((qkv, True, True), (qkv, False, False), (narrow, True, False)):
-        call = attention(form_of((x, cos, sin, cu_seqlens)), at_16)
-        assert (call.binary is not None) == known
+        form = form_of((x, cos, sin, cu_seqlens))
+        in_order = form_of((x[:, 0], qkv[:, 0], cos, sin))
+        calls = (
+            attention(form, at_16),
+            rotation(form, at_16),
+            rotate_in_order_call(in_order, at_16),
+        )
+        assert [call.binary is not None for call in calls] == [known] * 3
 
 
 @pytest.mark.parametrize(("stride", "known"), [(2**34 - 8, True), (2**34, False)])
@@ -120,9 +119,10 @@ def test_a_stride_beyond_32_bits_has_no_binary_that_is_known(stride, known):
     qkv, cos, sin, cu_seqlens = tensors(heads=1)
     q, k, v = qkv.unbind(1)
     far = q.as_strided(q.shape, (q.stride(0), stride, 1))  # of one head: no memory is that large
+    form = form_of((far, k, v, cos, sin, cu_seqlens))
     calls = (
-        *(attention(form_of((far, k, v, cos, sin, cu_seqlens)), max_seqlen=n) for n in (8, STREAM)),
-        rotate_call(form_of((far, k, cos, sin)), True, launch_source(None)),
+        *(attention(form, max_seqlen=n) for n in (8, STREAM)),
+        rotation(form),
         rotate_in_order_call(form_of((far, k, cos, sin)), True),
     )
     assert [call.binary is not None for call in calls] == [known] * 4
