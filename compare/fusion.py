@@ -1,8 +1,8 @@
 """How much of the rotation to fuse: every way, over segment lengths and widths of a head.
 
 The grid is segment length x head_dim at about 9,216 tokens in all, in both frameworks, and partial
-rotations of a few cells. `fuse="auto"` is not timed by itself: its time is that of the way which it
-takes.
+rotations at some of the lengths. `fuse="auto"` is not timed by itself: its time is that of the way
+which it takes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,8 @@ from compare.workloads import DTYPES, SEGMENT_FRAMES, KernelWorkload, segments, 
 Ways = Mapping[str, Sequence[KernelImplementation]]
 
 HEAD_DIMS = (64, 72, 80, 128)
-# Where a part of a head rotates: half and a quarter of it.
-_PARTIAL_LENGTHS = (64, 1024, 9216)
-_PARTIAL_HEAD_DIM = 80
+# Where half and a quarter of a head rotate, down to a multiple of 4 dims: two axes, in pairs.
+_PARTIAL_LENGTHS = (64, 256, 1024, 9216)
 
 
 def grid() -> list[KernelWorkload]:
@@ -36,7 +35,8 @@ def grid() -> list[KernelWorkload]:
         for length in SEGMENT_FRAMES
     ]
     partial = [
-        variant(segments(length), head_dim=_PARTIAL_HEAD_DIM, rotary_dim=_PARTIAL_HEAD_DIM // part)
+        variant(segments(length), head_dim=head_dim, rotary_dim=head_dim // part // 4 * 4)
+        for head_dim in HEAD_DIMS
         for part in (2, 4)
         for length in _PARTIAL_LENGTHS
     ]
@@ -91,17 +91,17 @@ def auto_fuse(implementation: KernelImplementation, workload: KernelWorkload) ->
 
     None where that is not installed.
     """
-    longest = int(workload.lengths.max())
+    shape = workload.head_dim, workload.rotated_dims, int(workload.lengths.max())
     try:
         if implementation.framework == "torch":
             import torch
 
             from triton_kernels import launch
 
-            return launch.auto_fuse(getattr(torch, workload.dtype), workload.head_dim, longest)
+            return launch.auto_fuse(getattr(torch, workload.dtype), *shape)
         from pallas_kernels import launch
 
-        return launch.auto_fuse(DTYPES[workload.dtype], workload.head_dim, longest)
+        return launch.auto_fuse(DTYPES[workload.dtype], *shape)
     except ImportError:
         return None
 

@@ -48,8 +48,8 @@ def fused_rope_attention(
             their gradients are NaN.
         scale: static factor of the logits, 2 ** -100 to 2 ** 100; default head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
-            both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice,
-            else "none".
+            both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice;
+            else "none", but "q" where a part of a head of a multiple of 16 dims rotates.
         implementation: "triton" is the kernel on Pallas' Triton backend (on a CPU: in Pallas'
             interpreter, which needs jax_enable_x64 off, and check_vma=False under shard_map),
             "reference" plain jnp; "auto" the kernel where the computation runs on a CUDA GPU of
@@ -128,7 +128,7 @@ def _plan(
     check_shardings(arrays, names, cos, sin, cu_seqlens)
     max_seqlen, head_dim = int(max_seqlen), arrays[0].shape[-1]
     if fuse == "auto":
-        fuse = auto_fuse(arrays[0].dtype, head_dim, max_seqlen)
+        fuse = auto_fuse(arrays[0].dtype, head_dim, 2 * cos.shape[1], max_seqlen)
     if implementation == "auto" and not have_tensor_cores():
         implementation = "reference"
     scale = head_dim**-0.5 if scale is None else float(scale)

@@ -62,9 +62,15 @@ def window_limit(dtype: DTypeLike, head_dim: int) -> int:
     return 64 if sum(head_split(head_dim)) > 192 else 128
 
 
-def auto_fuse(dtype: DTypeLike, head_dim: int, max_seqlen: int) -> str:
-    """What fuse="auto" means: "qk" where one tile holds a segment, else "none"."""
-    return "qk" if max_seqlen <= window_limit(dtype, head_dim) else "none"
+def auto_fuse(dtype: DTypeLike, head_dim: int, rotary_dim: int, max_seqlen: int) -> str:
+    """What fuse="auto" means: "qk" where one tile holds a segment, else "none".
+
+    But "q" for longer ones of which a part of each head rotates, as a pass over Q would mostly copy
+    it, unless head_dim is no multiple of 16: Q's rows lie better after the pass then.
+    """
+    if max_seqlen <= window_limit(dtype, head_dim):
+        return "qk"
+    return "q" if rotary_dim < head_dim and head_dim % MIN_COLUMNS == 0 else "none"
 
 
 def find_launch(kernel: str, dtype: DTypeLike, head_dim: int, max_seqlen: int, rows: int) -> Launch:

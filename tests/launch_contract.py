@@ -10,6 +10,8 @@ import itertools
 import json
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from tests.hostile import examples
@@ -60,3 +62,15 @@ class LaunchContract:
     ):
         launch = importlib.import_module(f"{self.package.__name__}.launch")
         assert launch.rotated_row(heads, head_dim) == row
+
+    @pytest.mark.parametrize(
+        ("head_dim", "rotary_dim", "max_seqlen", "fuse"),
+        [
+            (80, 80, 128, "qk"), (80, 80, 129, "none"), (80, 40, 128, "qk"), (80, 40, 129, "q"),
+            (72, 72, 4096, "none"), (72, 36, 4096, "none"), (128, 126, 4096, "q"),
+        ],
+    )  # fmt: skip
+    def test_how_much_is_fused_by_default(self, head_dim, rotary_dim, max_seqlen, fuse):
+        launch = importlib.import_module(f"{self.package.__name__}.launch")
+        dtype = self.array(np.zeros(0, ml_dtypes.bfloat16)).dtype
+        assert launch.auto_fuse(dtype, head_dim, rotary_dim, max_seqlen) == fuse

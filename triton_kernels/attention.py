@@ -44,8 +44,8 @@ def fused_rope_attention(
         scale: factor of the logits, 2 ** -100 to 2 ** 100, which gets no gradient; default
             head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
-            both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice,
-            else "none".
+            both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice;
+            else "none", but "q" where a part of a head of a multiple of 16 dims rotates.
         implementation: "triton" is the kernel (on a CPU: Triton's interpreter, if
             TRITON_INTERPRET=1 was set before Triton was imported), "reference" plain PyTorch;
             "auto" the kernel where the tensors are on a GPU that runs it, else the reference.
@@ -149,7 +149,7 @@ def attend(
     if max_seqlen is None:
         max_seqlen = int(cu_seqlens.long().diff().max())  # hostile lengths may pass 32 bits
     if fuse == "auto":
-        fuse = auto_fuse(q.dtype, q.shape[-1], max_seqlen)
+        fuse = auto_fuse(q.dtype, q.shape[-1], 2 * cos.shape[1], max_seqlen)
     # Triton launches on the current device, which need not be the tensors'.
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):  # once more, without the form, to find it out again

@@ -25,7 +25,8 @@ def test_the_grid():
         assert 8192 <= workload.tokens <= 9216
         assert set(workload.lengths) == {workload.lengths.max()}
     partial = {(w.head_dim, w.rotary_dim) for w in fusion.grid() if w.rotary_dim}
-    assert partial == {(80, 40), (80, 20)}
+    halves = {(64, 32), (72, 36), (80, 40), (128, 64)}
+    assert partial == halves | {(64, 16), (72, 16), (80, 20), (128, 32)}
     assert len({w.name for w in fusion.grid()}) == len(fusion.grid())
 
 
@@ -92,8 +93,12 @@ def test_a_way_that_cannot_run_does_not_end_the_run(monkeypatch):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_auto_is_what_the_packages_say(dtype):
     for implementation in fusion.our_ways()["qk"]:
-        for length, expected in ((16, "qk"), (9216, "none")):
-            (workload,) = [w for w in fusion.grid() if w.name == f"segments-{length} head_dim=80"]
+        for name, expected in (
+            ("segments-16 head_dim=80", "qk"),
+            ("segments-9216 head_dim=80", "none"),
+            ("segments-9216 head_dim=80 rotary_dim=40", "q"),
+        ):
+            (workload,) = [w for w in fusion.grid() if w.name == name]
             assert fusion.auto_fuse(implementation, variant(workload, dtype=dtype)) == expected
 
 
