@@ -49,7 +49,7 @@ def fused_rope_attention(
         scale: static factor of the logits, 2 ** -100 to 2 ** 100; default head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice;
-            else "none", but "q" where a part of a head of a multiple of 16 dims rotates.
+            else "none", or "q" where rotary_dim < head_dim and head_dim is a multiple of 16.
         implementation: "triton" is the kernel on Pallas' Triton backend (on a CPU: in Pallas'
             interpreter, which needs jax_enable_x64 off, and check_vma=False under shard_map),
             "reference" plain jnp; "auto" the kernel where the computation runs on a CUDA GPU of

@@ -63,10 +63,10 @@ def window_limit(dtype: DTypeLike, head_dim: int) -> int:
 
 
 def auto_fuse(dtype: DTypeLike, head_dim: int, rotary_dim: int, max_seqlen: int) -> str:
-    """What fuse="auto" means: "qk" where one tile holds a segment, else "none".
+    """What fuse="auto" means: "qk" where one tile holds a segment, else "none" or "q".
 
-    But "q" for longer ones of which a part of each head rotates, as a pass over Q would mostly copy
-    it, unless head_dim is no multiple of 16: Q's rows lie better after the pass then.
+    "q" is for heads of which only a part rotates, as a pass over Q would mostly copy. But heads of
+    no multiple of 16 dims lie so much better after that pass that it pays.
     """
     if max_seqlen <= window_limit(dtype, head_dim):
         return "qk"

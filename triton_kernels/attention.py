@@ -45,7 +45,7 @@ def fused_rope_attention(
             head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice;
-            else "none", but "q" where a part of a head of a multiple of 16 dims rotates.
+            else "none", or "q" where rotary_dim < head_dim and head_dim is a multiple of 16.
         implementation: "triton" is the kernel (on a CPU: Triton's interpreter, if
             TRITON_INTERPRET=1 was set before Triton was imported), "reference" plain PyTorch;
             "auto" the kernel where the tensors are on a GPU that runs it, else the reference.
