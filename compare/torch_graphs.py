@@ -50,9 +50,9 @@ class GraphCache:
         """The number of recordings."""
         return len(self._recordings)
 
-    def takes(self, layout: Layout, device: torch.device) -> bool:
-        """Whether a pass on a device is to be recorded: it gains by it, and it can be."""
-        return len(layout.window_order) <= _RECORDED_TOKENS and _can_record(device)
+    def takes(self, tokens: int, device: torch.device) -> bool:
+        """Whether a pass over so many tokens is to be recorded: it gains by it, and it can be."""
+        return tokens <= _RECORDED_TOKENS and _can_record(device)
 
     def clear(self) -> None:
         """Forget all recordings, as must be done when parameters move to other memory."""

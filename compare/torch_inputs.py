@@ -61,10 +61,9 @@ def layout_tensors(layout: Layout, device: torch.device) -> Layout:
                 "the layout of grid_thw is not on the GPU, and cannot be brought there while a "
                 "CUDA graph is recorded: record `encode` of what `prepare` returned before"
             )
-        tensors = unflatten(layout, layout_on_device(layout, device))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        copies[device] = tensors
+        flat = _on_host(layout)
+        # Waited for, as any stream may read it, but not behind what the GPU has to do.
+        copies[device] = unflatten(layout, upload(flat, device) if device.type == "cuda" else flat)
     return copies[device]
 
 
@@ -77,16 +76,20 @@ def layout_on_device(layout: Layout, device: torch.device) -> torch.Tensor:
     copies = _flat.setdefault(layout, {})
     reader = torch.cuda.current_stream(device) if on_gpu else device
     if reader not in copies:
-        # Filled on the CPU, whatever device the user has PyTorch create tensors on.
-        flat = torch.zeros(_offsets(layout)[-1], dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        for start, array in zip(_offsets(layout), layout_arrays(layout).values(), strict=False):
-            flat[start : start + array.size] = as_tensor(array).view(-1)
-        copies[reader] = flat.to(device, non_blocking=True)
+        copies[reader] = _on_host(layout, pin_memory=on_gpu).to(device, non_blocking=True)
     return copies[reader]
 
 
+def _on_host(layout: Layout, pin_memory: bool = False) -> torch.Tensor:
+    # Filled on the CPU, whatever device the user has PyTorch create tensors on.
+    flat = torch.zeros(_offsets(layout)[-1], dtype=torch.int32, device="cpu", pin_memory=pin_memory)
+    for start, array in zip(_offsets(layout), layout_arrays(layout).values(), strict=False):
+        flat[start : start + array.size] = as_tensor(array).view(-1)
+    return flat
+
+
 def unflatten(layout: Layout, flat: torch.Tensor) -> Layout:
-    """A layout with views of `layout_on_device` for arrays."""
+    """A layout with views of one flat tensor, as `layout_on_device` returns it, for arrays."""
     places = zip(_offsets(layout), layout_arrays(layout).items(), strict=False)
     views = {
         name: flat[start : start + array.size].view(array.shape) for start, (name, array) in places

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,8 +20,9 @@ from compare.torch_device import as_tensor, find_device, free_memory
 from compare.torch_graphs import GraphCache, first_rows
 from compare.torch_inputs import layout_tensors, patches_tensor
 from flax_models import Layout, VisionConfig, choose_bucket, plan_layout, read_checkpoint
-from flax_models.buckets import bucket_of_equal_frames, check_token_buckets
+from flax_models.buckets import Bucket, bucket_of_equal_frames, check_token_buckets, exact_bucket
 from flax_models.config import check_head_dim
+from flax_models.grid import as_grid
 from flax_models.memory import check_memory
 from flax_models.weights import tower_weights
 from triton_kernels.attention import runs_kernel
@@ -143,9 +145,14 @@ class VisionTower(nn.Module):
             RuntimeError: the caller records a CUDA graph, and the layout of `grid_thw` is not on
                 the GPU yet; record `encode` of what `prepare` returned before.
         """
-        layout = self._plan(grid_thw)
+        grid, bucket = self._choose_bucket(grid_thw)
+        recorded = self.graphs is not None and self.graphs.takes(bucket.tokens, self.device)
+        # Padding makes recordings few; without one it would only be work.
+        if not recorded and self.token_buckets is None:
+            bucket = exact_bucket(self.config, grid)
+        layout = self._plan(grid, bucket)
         patches = patches_tensor(self.config, pixel_values, layout, self.device)
-        if self.graphs is not None and self.graphs.takes(layout, self.device):
+        if recorded:
             weight = self.patch_embed.proj.weight
             return self.graphs(functools.partial(encode, self), patches, layout, weight)
         return first_rows(encode(self, *self._place(patches, layout)), layout.num_merged)
@@ -160,19 +167,23 @@ class VisionTower(nn.Module):
             for arrays. The first `layout.num_merged` rows of what `encode` makes of them are the
             embeddings.
         """
-        layout = self._plan(grid_thw)
+        layout = self._plan(*self._choose_bucket(grid_thw))
         patches = patches_tensor(self.config, pixel_values, layout, self.device)
         return self._place(patches, layout)
 
-    def _plan(self, grid_thw: Any) -> Layout:
+    def _choose_bucket(self, grid_thw: Any) -> tuple[np.ndarray, Bucket]:
+        """The grid, checked and on the host, and the bucket that it fits in."""
         if isinstance(grid_thw, torch.Tensor):
             grid_thw = grid_thw.cpu()
-        bucket = choose_bucket(self.config, grid_thw, self.token_buckets)
+        grid = as_grid(self.config, grid_thw)
+        return grid, choose_bucket(self.config, grid, self.token_buckets)
+
+    def _plan(self, grid: np.ndarray, bucket: Bucket) -> Layout:
         dtype = _name(self.dtype)
         check_memory(self.config, bucket.tokens, dtype, lambda: free_memory(self.device))
         if self.frame_attention == "cudnn":
-            bucket = bucket_of_equal_frames(grid_thw, bucket, pad_one=False)
-        return plan_layout(self.config, grid_thw, bucket)
+            bucket = bucket_of_equal_frames(grid, bucket, pad_one=False)
+        return plan_layout(self.config, grid, bucket)
 
     def _place(self, patches: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         padding = len(layout.window_order) - len(patches)
@@ -230,7 +241,7 @@ def load_vision_tower(
             flash attention; "fa3", if installed; "cudnn", which takes only calls with frames of one
             length, padded by whole frames. All but the first take bfloat16 and float16 on a GPU.
         token_buckets: padded token counts that calls choose from. None: a ladder that pads little
-            and records seldom, see `choose_bucket`.
+            and records seldom, see `choose_bucket`; calls that are not recorded are not padded.
         compile: have `torch.compile` fuse what lies between the matrix products and the attention
             of a block, and the interpolation of positions. The first call compiles for every image
             size to come. Raises PyTorch's limit of variants, as each tower takes some. None: on a

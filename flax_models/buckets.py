@@ -159,6 +159,21 @@ def bucket_of_tokens(config: VisionConfig, grid: np.ndarray, tokens: int) -> Buc
     )
 
 
+def exact_bucket(config: VisionConfig, grid: np.ndarray) -> Bucket:
+    """The sizes of some images and clips themselves: nothing is padded.
+
+    Args:
+        config: the tower's configuration.
+        grid: [images, 3] int64, checked by `grid.as_grid`.
+    """
+    return Bucket(
+        tokens=count_tokens(grid),
+        windows=count_windows(config, grid),
+        frames=count_frames(grid),
+        frame_tokens=int(grid[:, 1:].prod(axis=1).max()),
+    )
+
+
 def bucket_of_equal_frames(grid_thw: Any, bucket: Bucket, *, pad_one: bool) -> Bucket:
     """Divide a bucket's tokens into frames of one length, for libraries that take only such.
 

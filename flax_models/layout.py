@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_models.buckets import Bucket, bucket_of_tokens
+from flax_models.buckets import Bucket, bucket_of_tokens, exact_bucket
 from flax_models.config import VisionConfig
-from flax_models.grid import as_grid, count_frames, count_tokens, count_windows
+from flax_models.grid import as_grid, count_tokens
 
 # Remembered layouts take 13 bytes a token, 21 with a table of positions, all of them at most
 # 180 MB, and as much on the device of a tower that is called with them. Larger calls run for so
@@ -187,12 +187,7 @@ _remembered_plan = lru_cache(maxsize=_CACHED_LAYOUTS)(_plan)
 
 def _resolve_bucket(config: VisionConfig, grid: np.ndarray, pad_to: int | Bucket | None) -> Bucket:
     """The sizes to pad to; without padding, exactly those of the images."""
-    exact = Bucket(
-        tokens=count_tokens(grid),
-        windows=count_windows(config, grid),
-        frames=count_frames(grid),
-        frame_tokens=int(grid[:, 1:].prod(axis=1).max()),
-    )
+    exact = exact_bucket(config, grid)
     if pad_to is None:
         return exact
     if not isinstance(pad_to, Bucket):

@@ -118,14 +118,33 @@ def test_autocast_changes_no_bit(config, tower):
         assert all(map(torch.equal, results, exact))
 
 
-def test_a_bucketed_call_equals_the_unpadded_one(config, tower):
+def test_a_padded_pass_equals_the_unpadded_one(config, tower):
     grid = GRIDS["edge_windows"]
     patches = random_patches(config, grid)
-    assert len(tower.prepare(patches, grid)[0]) > len(patches)
+    padded, layout = tower.prepare(patches, grid)
+    assert len(padded) > len(patches)
+    ours = side_by_side(encode(tower, padded, layout), numpy)[: layout.num_merged]
     layout = layout_tensors(plan_layout(config, grid), tower.device)
     unpadded = encode(tower, torch.tensor(patches, device=tower.device), layout)
-    expected = side_by_side(unpadded, numpy)
+    assert relative_error(ours, side_by_side(unpadded, numpy)) < FP32_TOLERANCE
+
+
+def test_what_is_not_recorded_is_padded_to_given_buckets_alone(config, tower, monkeypatch):
+    """A recording gains by padding, which makes recordings few; other passes would only work."""
+    grid = GRIDS["edge_windows"]
+    patches = random_patches(config, grid)
+    passes = []
+
+    def encoded(tower, patches, layout):
+        passes.append(len(patches))
+        return encode(tower, patches, layout)
+
+    monkeypatch.setattr("compare.torch_tower.encode", encoded)
+    monkeypatch.setattr(tower, "graphs", None)
+    expected = rows(tower, patches, grid)
+    monkeypatch.setattr(tower, "token_buckets", (len(patches) + 4, 1024))
     assert relative_error(rows(tower, patches, grid), expected) < FP32_TOLERANCE
+    assert passes == [len(patches), len(patches) + 4]
 
 
 def test_padding_never_leaks(config, tower):
