@@ -84,6 +84,24 @@ def test_a_layout_does_not_come_to_a_gpu_in_what_a_caller_records(monkeypatch):
     assert on_cpu.window_order.device.type == "cpu"
 
 
+def test_a_layout_is_uploaded_once_and_not_behind_what_the_gpu_has_to_do(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("waits for the GPU")
+
+    uploaded = []
+    monkeypatch.setattr(torch_inputs, "upload", lambda flat, to: uploaded.append(to) or flat)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    layout = plan_layout(SMALL_TOWERS["head_dim_16"], GRIDS["clip"])
+    gpu = torch.device("cuda", 3)  # no other test has left it there
+    found = torch_inputs.layout_tensors(layout, gpu)
+    assert torch_inputs.layout_tensors(layout, gpu) is found
+    assert uploaded == [gpu]
+    for name, array in torch_inputs.layout_arrays(layout).items():
+        assert vars(found)[name].tolist() == array.tolist()
+    del torch_inputs._tensors[layout][gpu]
+
+
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
 def test_kernels_are_compiled_for_one_alignment_of_a_layouts_arrays(grid):
     """Triton compiles anew for a pointer that is no multiple of 16 bytes."""
