@@ -25,8 +25,8 @@ _STAGES = 4
 _GROUP = 8
 _WARPS = 8
 
-# Where tiles start: at multiples of so many rows and columns, as in the twin.
-_ROW_UNIT = 8
+# Columns where tiles start are multiples of this, as in the twin. They start at any row, unlike
+# there, where tokens are always padded.
 _COLUMN_UNIT = 64
 
 # What descriptors describe starts at a multiple of so many bytes.
@@ -94,14 +94,14 @@ def in_one_kernel(
     Of 16-bit floating numbers.
 
     Raises:
-        ValueError: a tile does not fit: tokens are no multiple of 8, hidden or width none of 64, or
-            tokens or width fewer than 128.
+        ValueError: a tile does not fit: hidden or width are no multiple of 64, or tokens or width
+            fewer than 128.
     """
     (tokens, hidden), width = stream.shape, weight.shape[0] // 2
     if not _fits(tokens, hidden, width):
         raise ValueError(
-            f"tokens must be a multiple of {_ROW_UNIT}, hidden of {_DEPTH}, width of "
-            f"{_COLUMN_UNIT}, tokens and width at least {_BLOCK}, got {tokens}, {hidden}, {width}"
+            f"hidden must be a multiple of {_DEPTH}, width of {_COLUMN_UNIT}, tokens and width at "
+            f"least {_BLOCK}, got {tokens}, {hidden}, {width}"
         )
     stream, weight = _described(stream), _described(weight.view(2, width, hidden))
     scale = norm_scale(stream, biases.stream, eps)
@@ -132,7 +132,7 @@ def norm_scale(stream: torch.Tensor, stream_bias: torch.Tensor, eps: float) -> t
 
 
 def _fits(tokens: int, hidden: int, width: int) -> bool:
-    whole = tokens % _ROW_UNIT == hidden % _DEPTH == width % _COLUMN_UNIT == 0
+    whole = hidden % _DEPTH == width % _COLUMN_UNIT == 0
     return whole and min(tokens, width) >= _BLOCK
 
 

@@ -3,8 +3,9 @@
 A subclass has `multiply(stream, weight, biases, eps, implementation)` and
 `multiply_in_one(stream, weight, biases, eps)`, from NumPy arrays to one, `implementations`, which
 can run here, `why_not_in_one`, None where one kernel can, `has_one_kernel`, whether there is one
-for these versions, `has_gpu()`, and `is_faster(monkeypatch, tokens, hidden, width, dtype,
-capability)`: whether one kernel is what runs on a GPU of that compute capability.
+for these versions, `row_unit`, of which tokens are to be a multiple for that, `has_gpu()`, and
+`is_faster(monkeypatch, tokens, hidden, width, dtype, capability)`: whether one kernel is what runs
+on a GPU of that compute capability.
 """
 
 import ml_dtypes
@@ -17,8 +18,8 @@ from tests import gated_contract
 from tests.gated_contract import DTYPES, EPS, TOLERANCES, relative_error
 from tests.hostile import examples
 
-# What one kernel takes: 16-bit numbers, tokens in multiples of 8, hidden and width of 64. Its tiles
-# have 128 rows and 128 columns of each half; the last ones overlap those before.
+# What one kernel takes: 16-bit numbers, hidden and width in multiples of 64. Its tiles have 128
+# rows and 128 columns of each half; the last ones overlap those before.
 DTYPES_OF_ONE_KERNEL = ("bfloat16", "float16")
 SHAPES_OF_ONE_KERNEL = [
     *((128, 128, 128), (136, 64, 192), (248, 192, 256)),
@@ -70,9 +71,10 @@ class GatedProductContract:
 
     # The fixture only skips.
     @settings(max_examples=examples(6), suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(st.integers(16, 50), st.integers(1, 6), st.integers(2, 7), st.integers(0, 99))
-    def test_any_sizes(self, in_one, rows, depth, columns, seed):
-        arrays = draw(8 * rows, 64 * depth, 64 * columns, "float16", seed)
+    @given(st.integers(128, 400), st.integers(1, 6), st.integers(2, 7), st.integers(0, 99))
+    def test_any_sizes(self, in_one, tokens, depth, columns, seed):
+        tokens -= tokens % self.row_unit
+        arrays = draw(tokens, 64 * depth, 64 * columns, "float16", seed)
         self.check(self.multiply_in_one(*arrays, EPS), oracle(*arrays), arrays, "float16")
 
     def test_rows_do_not_see_each_other(self, in_one):
@@ -103,7 +105,6 @@ class GatedProductContract:
             (2048, 64, 128, "float16", "9.0", True),
             (2040, 1280, 3456, "bfloat16", "9.0", False),
             (2048, 1320, 3456, "bfloat16", "9.0", False),
-            (2052, 1280, 3456, "bfloat16", "9.0", False),
             (2048, 1280, 64, "bfloat16", "9.0", False),
             (2048, 1280, 3420, "bfloat16", "9.0", False),
             (2048, 1280, 3456, "float32", "9.0", False),
@@ -117,12 +118,17 @@ class GatedProductContract:
         found = self.is_faster(monkeypatch, tokens, hidden, width, dtype, capability)
         assert found == (expected and self.has_one_kernel)
 
+    @pytest.mark.parametrize("tokens", [2049, 2052, 2056])
+    def test_which_rows_one_kernel_takes(self, monkeypatch, tokens):
+        found = self.is_faster(monkeypatch, tokens, 1280, 3456, "bfloat16", "9.0")
+        assert found == (tokens % self.row_unit == 0 and self.has_one_kernel)
+
     @pytest.mark.parametrize(
         ("tokens", "hidden", "width"),
-        [(128, 96, 128), (132, 64, 128), (120, 64, 128), (128, 64, 64), (128, 64, 136)],
+        [(128, 96, 128), (120, 64, 128), (128, 64, 64), (128, 64, 136)],
     )
     def test_what_does_not_fit_a_tile(self, in_one, tokens, hidden, width):
-        words = f"a multiple of 8, .* of 64, .* at least 128, got {tokens}, {hidden}, {width}"
+        words = f"of 64, width of 64, .* at least 128, got {tokens}, {hidden}, {width}"
         with pytest.raises(ValueError, match=words):
             self.multiply_in_one(*draw(tokens, hidden, width, "float16"), EPS)
 

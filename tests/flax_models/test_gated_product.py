@@ -35,6 +35,7 @@ class TestGatedProduct(GatedProductContract):
     implementations = ("reference", "triton", "auto")
     why_not_in_one = None if HAVE_MOSAIC else "the kernel is for JAX 0.11.2 and 0.12"
     has_one_kernel = HAVE_MOSAIC
+    row_unit = 8
 
     @staticmethod
     def multiply(stream, weight, biases, eps, implementation):
@@ -112,6 +113,12 @@ def test_gradients_are_the_references(monkeypatch):
     for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.abs(their).max() > 0
         np.testing.assert_allclose(our, their, rtol=1e-2, atol=1e-2)
+
+
+@needs_mosaic
+def test_tiles_start_at_every_eighth_row():
+    with pytest.raises(ValueError, match=r"tokens must be a multiple of 8, .*got 132, 64, 128"):
+        TestGatedProduct.multiply_in_one(*draw(132, 64, 128, "float16"), EPS)
 
 
 @needs_mosaic
