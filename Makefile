@@ -31,8 +31,9 @@ INSTALL_TORCH_gpu = $(PIP) torch==2.11.0 2>/dev/null || $(PIP) torch
 EXTRAS_cpu := test
 EXTRAS_gpu := cuda,test
 
+# make compare RESULTS=DIR: results go there, and not over those in compare/results.
 compare: setup
-	$(BIN)/python -m compare
+	$(BIN)/python -m compare $(if $(RESULTS),--results '$(RESULTS)')
 
 # A file's tests share what they compile: they run in one process.
 PYTEST := -m pytest -n auto --dist loadfile

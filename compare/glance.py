@@ -10,9 +10,10 @@ from compare.results import Results
 _SIZES = ("448", "672", "896", "1344")
 _FRAMEWORKS = ("torch", "jax")
 _TOWERS = ("torch", "flax")
+_UNKNOWN = "– / –"
 
-# Of a workload's records, those that ours of a framework is set against.
-_Rivals = Callable[[dict[str, RecordDict], str], list[RecordDict]]
+# Of a workload's records, the times that ours of a framework is set against, in microseconds.
+_Rivals = Callable[[dict[str, RecordDict], str], list[float]]
 
 
 def glance_table(parts: Mapping[str, Results]) -> str:
@@ -28,12 +29,17 @@ def glance_table(parts: Mapping[str, Results]) -> str:
     if towers := parts.get("towers"):
         title = "vision tower of Qwen2.5-VL 7B, calls in a row: PyTorch / Flax, ms"
         rivals = {
-            "Hugging Face's, flash attention: times as long": _named("Hugging Face FA"),
-            "Hugging Face's, SDPA, its default: times as long": _named("Hugging Face SDPA"),
+            f"Hugging Face's, {attention}: times as long": _named(f"Hugging Face {name}", key)
+            for attention, name, key in (
+                ("flash attention", "FA", "row_us"),
+                ("flash attention, its kernels alone", "FA", "profiler_us"),
+                ("SDPA, its default", "SDPA", "row_us"),
+                ("SDPA, its kernels alone", "SDPA", "profiler_us"),
+            )
         }
         rows += _rows(towers, "tower", _TOWERS, "row_us", 1e3, title, rivals)
     if kernels := parts.get("kernels"):
-        rivals = {"the fastest library, with rotation: times as long": peers}
+        rivals = {"the fastest library, with rotation: times as long": _libraries}
         for family, where in (("windows", "in windows of 64"), ("frames", "over the whole image")):
             title = f"attention {where}, one layer: Triton / Pallas, µs"
             rows += _rows(kernels, family, KERNELS, "median_us", 1.0, title, rivals)
@@ -43,8 +49,15 @@ def glance_table(parts: Mapping[str, Results]) -> str:
     return table([f"{device}, bf16", *(f"{size} px" for size in _SIZES)], rows)
 
 
-def _named(start: str) -> _Rivals:
-    return lambda records, _: [r for name, r in records.items() if name.startswith(start)]
+def _named(start: str, key: str) -> _Rivals:
+    """Times of the implementations whose names start so; `key` tells which time."""
+    return lambda records, _: [
+        r[key] for name, r in records.items() if name.startswith(start) and key in r
+    ]
+
+
+def _libraries(records: dict[str, RecordDict], framework: str) -> list[float]:
+    return [record["median_us"] for record in peers(records, framework)]
 
 
 def _rows(
@@ -56,7 +69,7 @@ def _rows(
     title: str,
     rivals: Mapping[str, _Rivals],
 ) -> Iterator[list[str]]:
-    """Ours, and below it a row for each kind of rival; `key` tells which time."""
+    """Ours and a row for each kind of rival, those on record; `key` tells which time is ours."""
     columns = [timed(results, f"{family}-{size}") for size in _SIZES]
 
     def pair(records: dict[str, RecordDict], rivals_of: _Rivals | None) -> str:
@@ -66,11 +79,17 @@ def _rows(
             if rivals_of is None:
                 cells.append(number(own_us and own_us / unit_us))
                 continue
-            times_us = [r[key] for r in rivals_of(records, framework) if key in r]
+            times_us = rivals_of(records, framework)
             known = own_us is not None and times_us
-            cells.append(f"{min(times_us) / own_us:.1f}" if known else "–")
+            cells.append(_times(min(times_us) / own_us) if known else "–")
         return " / ".join(cells)
 
-    yield [f"**{title}**", *(f"**{pair(records, None)}**" for records in columns)]
-    for label, rivals_of in rivals.items():
-        yield [label, *(pair(records, rivals_of) for records in columns)]
+    for label, rivals_of in {f"**{title}**": None, **rivals}.items():
+        cells = [pair(records, rivals_of) for records in columns]
+        if set(cells) != {_UNKNOWN}:
+            yield [label, *(f"**{cell}**" if rivals_of is None else cell for cell in cells)]
+
+
+def _times(ratio: float) -> str:
+    """Near 1 a second digit decides who is faster."""
+    return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"

@@ -36,14 +36,15 @@ def provenance(parts: Sequence[Results]) -> str:
         software.setdefault(used, []).append(_run(results))
     lines = [f"{'; '.join(runs)}: {used}." for used, runs in software.items()]
     lines += [f"{results.part.capitalize()}: {results.note}" for results in parts if results.note]
-    return " ".join(lines)
+    return "<br>\n".join(lines)
 
 
 def _run(results: Results) -> str:
     told = [results.date[:10]]
     if results.ceilings:
         told += [
-            f"copy {results.ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s",
+            f"copy of 94 MiB {results.ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
+            f"of 1 GiB {results.ceilings['large_copy_bytes_per_s'] / 1e12:.2f}",
             f"bf16 products {results.ceilings['matrix_flops_per_s'] / 1e12:.0f} TFLOP/s",
         ]
     return f"{results.part} ({', '.join(told)})"

@@ -12,6 +12,7 @@ from compare.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.glance import glance_table
 from compare.results import Results
 from compare.timing_tables import (
+    device_table,
     group_table,
     rate_table,
     ratio_table,
@@ -32,8 +33,9 @@ _SPREAD = (
 _METHODS = {
     "kernels": "PyTorch's times are CUDA-graph replays, JAX's the profiler's sum of a call's "
     "kernels without the gaps between them; pallas / triton is by the profiler for both. Inputs "
-    "rotate past the L2 cache. Floor: the bytes that must move at the copy bandwidth or the "
-    "products at the matrix rate, whichever takes longer. In brackets: share of the floor, or "
+    "rotate past the L2 cache. Floor: the bytes that must move at the rate of a copy of 94 MiB, as "
+    "many as the windows of 1344 px move, or the products at the matrix rate, whichever takes "
+    "longer. In brackets: share of the floor, or "
     f"times as long as ours of the same framework. {_SPREAD} PyTorch's samples are means over some "
     "3 ms of replays, JAX's are single calls, which spread more.",
     "fusion": "Rows: framework and head_dim; columns: tokens of a segment, of about 9,216 in all. "
@@ -58,7 +60,7 @@ _REMARKS = {
 }
 # What stands in the report alone: families, and tables of a tower.
 _DETAIL_FAMILIES = {"windows_other", "frames_other", "rotate"}
-_TOWER_DETAILS = (rate_table, group_table, resource_table)
+_TOWER_DETAILS = (device_table, rate_table, group_table, resource_table)
 _MODELS = {
     "tower": "Qwen2.5-VL 7B",
     "qwen2-tower": "Qwen2-VL 7B",

@@ -46,10 +46,21 @@ def timing_table(results: Results, workloads: Sequence[str]) -> str:
 
 def row_table(results: Results, workloads: Sequence[str]) -> str:
     """The same cells for calls in a row; empty where none are on record."""
-    rows = [[label, *cells] for label, _, cells in _cells(results, workloads, "row_us")]
+    return _known_cells(results, workloads, "row_us", "calls in a row")
+
+
+def device_table(results: Results, workloads: Sequence[str]) -> str:
+    """The same cells for a call's kernels without the gaps between them, in which a GPU waits for
+    its host; empty where none are on record.
+    """
+    return _known_cells(results, workloads, "profiler_us", "kernels alone")
+
+
+def _known_cells(results: Results, workloads: Sequence[str], key: str, title: str) -> str:
+    rows = [[label, *cells] for label, _, cells in _cells(results, workloads, key)]
     if all(set(row[1:]) == {"–"} for row in rows):
         return ""
-    return table(["calls in a row", *_headings(results, workloads)], rows)
+    return table([title, *_headings(results, workloads)], rows)
 
 
 def _cells(

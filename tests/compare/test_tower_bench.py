@@ -13,6 +13,7 @@ pytest.importorskip("sklearn")
 from compare import huggingface, timing, tower_bench, towers
 from compare.ceilings import Ceilings
 from compare.errors import UnavailableError
+from compare.profiling import DeviceEvent, Profile
 from compare.tower_workloads import TowerWorkload, Visual
 from compare.towers import HuggingFaceTower
 from tests.compare.small_towers import CONFIG, failing_once, implementation, square
@@ -67,6 +68,25 @@ def test_the_accelerated_tower_is_timed_beside_hugging_faces(benchmark_on_cpu, m
 def compile_without_code(module, **options):
     """As Module.compile, on a backend that needs no compiler."""
     module._compiled_call_impl = torch.compile(module._call_impl, backend="eager", **options)
+
+
+def test_every_towers_kernels_are_timed_and_those_of_ours_told_apart(benchmark_on_cpu, monkeypatch):
+    profiled = []
+
+    def seen(run, calls):
+        run()
+        profiled.append(calls)
+        return Profile([DeviceEvent("window_kernel", 0.0, 7e3)] * calls, calls)
+
+    monkeypatch.setattr(tower_bench, "try_profile", seen)
+    records, _ = tower_bench.bench_towers([square(56)], towers.our_towers())
+    by_name = {record.implementation: record for record in records}
+    assert {record.profiler_us for record in records} == {7.0}
+    assert "groups_us" not in by_name["Hugging Face SDPA"].details
+    for name in ("torch", "flax"):
+        assert by_name[name].details["groups_us"]["windowed attention"] == 7.0
+        assert by_name[name].details["kernels_us"] == {"window_kernel": 7.0}
+    assert profiled == [1, 5, 5]
 
 
 def test_a_wrong_tower_gets_no_time(benchmark_on_cpu, monkeypatch):
