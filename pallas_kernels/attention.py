@@ -1,6 +1,7 @@
 """The public functions: check arguments, choose the kernel and how much to fuse, launch."""
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -11,7 +12,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.checks import check_arguments
 from pallas_kernels.compile import local_gpus
 from pallas_kernels.launch import auto_fuse, find_launch, head_split, rotated_row, window_limit
-from pallas_kernels.reference import refuse_longer, rope_attention_reference
+from pallas_kernels.launch_table import next_power_of_2
+from pallas_kernels.reference import rope_attention_gradients, rope_attention_reference
 from pallas_kernels.rotate_kernel import rotate_kernel
 from pallas_kernels.run import run
 from pallas_kernels.sharding import check_shardings, on_own_heads
@@ -42,18 +44,20 @@ def fused_rope_attention(
         cos, sin: [tokens, rotary_dim / 2] fp32, the angles of each token, applied in the split-half
             (NeoX) form. Dims of a head behind rotary_dim pass unrotated.
         cu_seqlens: [segments + 1] int32, cumulative segment starts. Segments may be empty; tokens
-            before the first and behind the last are padding.
-        max_seqlen: static upper bound on a segment's length. None: read from cu_seqlens, which must
-            then not be traced. Rows of a segment that is longer come out right or NaN, never wrong;
-            their gradients are NaN.
+            before the first and behind the last are padding. Where values decrease, which
+            `check_cu_seqlens` finds, rows between them may be anything.
+        max_seqlen: static upper bound on a segment's length, for which a call is compiled. None:
+            the power of two above the longest of cu_seqlens, which must then not be traced. Rows of
+            a segment that is longer come out right or NaN, never wrong; their gradients are NaN.
         scale: static factor of the logits, 2 ** -100 to 2 ** 100; default head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice;
             else "none", or "q" where rotary_dim < head_dim and head_dim is a multiple of 16.
         implementation: "triton" is the kernel on Pallas' Triton backend (on a CPU: in Pallas'
-            interpreter, which needs jax_enable_x64 off, and check_vma=False under shard_map),
-            "reference" plain jnp; "auto" the kernel where the computation runs on a CUDA GPU of
-            compute capability 8.0 or newer, else the reference.
+            interpreter, which needs jax_enable_x64 off, check_vma=False under shard_map, and heads
+            that are split where an explicit mesh is set), "reference" plain jnp; "auto" the kernel
+            where the computation runs on a CUDA GPU of compute capability 8.0 or newer, else the
+            reference.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of q; exactly 0 for padding.
@@ -122,8 +126,10 @@ def _plan(
     if max_seqlen is None:
         if isinstance(cu_seqlens, jax.core.Tracer):
             raise ValueError("max_seqlen must be given where cu_seqlens is traced (by jit or vmap)")
-        # A NumPy array's values are known under jit, until it becomes JAX's.
-        max_seqlen = np.diff(np.asarray(cu_seqlens, np.int64)).max(initial=0)
+        # A NumPy array's values are known under jit, until it becomes JAX's. Each bound is compiled
+        # for, so there are to be few.
+        longest = int(np.diff(np.asarray(cu_seqlens, np.int64)).max(initial=0))
+        max_seqlen = min(next_power_of_2(longest), arrays[0].shape[0])
     *arrays, cos, sin, cu_seqlens = map(jnp.asarray, (*arrays, cos, sin, cu_seqlens))
     check_shardings(arrays, names, cos, sin, cu_seqlens)
     max_seqlen, head_dim = int(max_seqlen), arrays[0].shape[-1]
@@ -172,12 +178,14 @@ def _forward(plan: _Plan, *arguments: tuple | jax.Array) -> tuple[jax.Array, tup
 
 
 def _backward(plan: _Plan, arguments: tuple, grad: jax.Array) -> tuple:
-    """Differentiate the reference, computed again from the saved arguments."""
-    qkv, cos, sin, cu_seqlens = arguments
-    _, pull = jax.vjp(lambda *x: _reference(plan, *x, cu_seqlens), qkv, cos, sin)
-    # A kernel may have served a segment longer than max_seqlen; the reference leaves it out.
-    refuse = functools.partial(refuse_longer, cu_seqlens=cu_seqlens, max_seqlen=plan.max_seqlen)
-    return *jax.tree.map(refuse, pull(grad)), None
+    """Those of the reference, computed again from the saved arguments."""
+    qkv, *rest = arguments
+    *found, cos_grad, sin_grad = rope_attention_gradients(
+        grad, *_q_k_v(qkv), *rest, plan.scale, plan.max_seqlen
+    )
+    packed = len(qkv) == 1
+    qkv_grad = (jnp.stack(found, axis=1),) if packed else tuple(x[:, None] for x in found)
+    return qkv_grad, cos_grad, sin_grad, None
 
 
 _attention.defvjp(_forward, _backward)
@@ -192,9 +200,12 @@ def _run(plan: _Plan, *arguments: tuple | jax.Array) -> jax.Array:
 def _reference(
     plan: _Plan, qkv: tuple, cos: jax.Array, sin: jax.Array, cu_seqlens: jax.Array
 ) -> jax.Array:
+    return rope_attention_reference(*_q_k_v(qkv), cos, sin, cu_seqlens, plan.scale, plan.max_seqlen)
+
+
+def _q_k_v(qkv: tuple[jax.Array, ...]) -> Iterator[jax.Array]:
     arrays, parts = _operands(qkv)
-    q, k, v = (x[:, part] for x, part in zip(arrays, parts, strict=True))
-    return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, plan.scale, plan.max_seqlen)
+    return (x[:, part] for x, part in zip(arrays, parts, strict=True))
 
 
 def _operands(qkv: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], tuple[int, int, int]]:

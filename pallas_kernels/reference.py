@@ -1,6 +1,8 @@
 """The unfused computation in plain jnp: the oracle, the CPU path, the differentiable path."""
 
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,11 @@ QUERY_BLOCK = 256
 
 # Like cu_seqlens, whatever width integers have by default.
 _integers = functools.partial(jnp.arange, dtype=jnp.int32)
+
+# Rows by their numbers: 0 for a number past the end.
+_take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
+
+_Carry = TypeVar("_Carry")
 
 
 def rotate_reference(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -40,40 +47,122 @@ def rope_attention_reference(
     """Rotate, then attend segment by segment; shapes as fused_rope_attention's.
 
     Logits and softmax in fp32, probabilities cast to the dtype of v, the second product summed in
-    fp32. Tokens of no segment get 0. The values of cu_seqlens are unknown under jit, so a step
-    takes a block of rows and room for max_seqlen keys; rows of a longer segment are NaN.
+    fp32. Tokens of no segment get 0, rows of a segment longer than max_seqlen NaN.
     """
-    tokens, segments = q.shape[0], cu_seqlens.shape[0] - 1
+    tokens = q.shape[0]
     if tokens == 0:
         return jnp.zeros_like(v)
-    longest = tokens if max_seqlen is None else max(1, min(max_seqlen, tokens))
-    block = min(QUERY_BLOCK, longest)
+    vary = _vary_as(q, k, v, cos, sin, cu_seqlens)
+    q, k, v, cos, sin, cu_seqlens = map(vary, (q, k, v, cos, sin, cu_seqlens))
     q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
-    bounds = jnp.clip(cu_seqlens, 0, tokens)
 
-    def attend(out: jax.Array, start: jax.Array, end: jax.Array, first: jax.Array) -> jax.Array:
-        row, key = first + _integers(block), start + _integers(longest)
-        take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
-        key = jnp.where(key < end, key, tokens)  # past the end: read as 0, and masked
-        row = jnp.where(row < end, row, tokens)  # past the end: not written
-        attended = _attend(take(q, row), take(k, key), take(v, key), key < tokens, scale)
+    def attend(out: jax.Array, row: jax.Array, key: jax.Array) -> jax.Array:
+        attended = _attend(_take(q, row), _take(k, key), _take(v, key), key < tokens, scale)
         return out.at[row].set(attended, mode="drop")
 
-    # The backward pass attends again: kept, the logits would be those of every step, and a scan
+    out = _visit_blocks(attend, jnp.zeros_like(v), tokens, cu_seqlens, max_seqlen)
+    return refuse_longer(out, cu_seqlens, max_seqlen)
+
+
+def rope_attention_gradients(
+    grad: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    cu_seqlens: jax.Array,
+    scale: float,
+    max_seqlen: int | None = None,
+) -> tuple[jax.Array, ...]:
+    """Gradients in q, k, v, cos and sin from that of the reference's result.
+
+    JAX's own derivative of the loop would make arrays of zeros as large as q, k and v for every
+    block, and sum a key's gradients over blocks in its dtype. Here blocks add to the rows that they
+    read, in fp32. Rows of a segment longer than max_seqlen are NaN.
+    """
+    tokens = q.shape[0]
+    if tokens == 0:
+        return tuple(map(jnp.zeros_like, (q, k, v, cos, sin)))
+    vary = _vary_as(grad, q, k, v, cos, sin, cu_seqlens)
+    # Under shard_map, what is the same on several devices gets the sum of its gradients there.
+    (q, k, v, cos, sin), sum_over_devices = jax.vjp(
+        lambda *x: tuple(map(vary, x)), q, k, v, cos, sin
+    )
+    grad, cu_seqlens = vary(grad), vary(cu_seqlens)
+
+    def rotate(
+        q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        q, k = (rotate_reference(x.astype(jnp.float32), cos, sin) for x in (q, k))
+        return q, k
+
+    rotated, rotate_back = jax.vjp(rotate, q, k, cos, sin)
+    q, k = (x.astype(v.dtype) for x in rotated)
+
+    def pull(sums: tuple[jax.Array, ...], row: jax.Array, key: jax.Array) -> tuple[jax.Array, ...]:
+        attend = functools.partial(_attend, key_mask=key < tokens, scale=scale)
+        _, pull_block = jax.vjp(attend, _take(q, row), _take(k, key), _take(v, key))
+        return tuple(
+            total.at[place].add(part.astype(jnp.float32), mode="drop")
+            for total, place, part in zip(
+                sums, (row, key, key), pull_block(_take(grad, row)), strict=True
+            )
+        )
+
+    zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
+    q_sum, k_sum, v_sum = _visit_blocks(pull, zeros, tokens, cu_seqlens, max_seqlen)
+    q_grad, k_grad, cos_grad, sin_grad = rotate_back((q_sum, k_sum))
+    gradients = q_grad, k_grad, v_sum.astype(v.dtype), cos_grad, sin_grad
+    return sum_over_devices(tuple(refuse_longer(x, cu_seqlens, max_seqlen) for x in gradients))
+
+
+def _visit_blocks(
+    visit: Callable[[_Carry, jax.Array, jax.Array], _Carry],
+    carry: _Carry,
+    tokens: int,
+    cu_seqlens: jax.Array,
+    max_seqlen: int | None,
+) -> _Carry:
+    """carry = visit(carry, row, key) for each block of rows and the keys of its segment.
+
+    The values of cu_seqlens are unknown under jit, so a step takes the numbers of a block of rows
+    and of max_seqlen keys, `tokens` for those past the segment's end. Segments that are longer are
+    left out.
+    """
+    segments = cu_seqlens.shape[0] - 1
+    longest = tokens if max_seqlen is None else max(1, min(max_seqlen, tokens))
+    block = min(QUERY_BLOCK, longest)
+    bounds = jnp.clip(cu_seqlens, 0, tokens)
+
+    def visit_block(carry: _Carry, start: jax.Array, end: jax.Array, first: jax.Array) -> _Carry:
+        row, key = first + _integers(block), start + _integers(longest)
+        return visit(carry, jnp.where(row < end, row, tokens), jnp.where(key < end, key, tokens))
+
+    # A second derivative visits again: kept, the logits would be those of every step, and a scan
     # keeps as many for an empty segment as for the longest.
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def step(out: jax.Array, place: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    def step(carry: _Carry, place: tuple[jax.Array, jax.Array]) -> tuple[_Carry, None]:
         segment, i = place
         start, end = bounds[segment], bounds[segment + 1]
         first = start + i * block
         visited = (first < end) & (end - start <= longest)
-        return jax.lax.cond(visited, attend, lambda out, *_: out, out, start, end, first), None
+        return jax.lax.cond(visited, visit_block, lambda c, *_: c, carry, start, end, first), None
 
     blocks = -(-longest // block)
     places = jnp.divmod(_integers(segments * blocks), blocks)
-    out, _ = jax.lax.scan(step, jnp.zeros_like(v), places)
+    return jax.lax.scan(step, carry, places)[0]
 
-    return refuse_longer(out, cu_seqlens, max_seqlen)
+
+def _vary_as(*arrays: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """What makes an array vary over all mesh axes that any of these varies over, in shard_map."""
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return vary
 
 
 def refuse_longer(x: jax.Array, cu_seqlens: jax.Array, max_seqlen: int | None) -> jax.Array:

@@ -40,6 +40,34 @@ def slope(case, weights, scale, direction):
     return (value(STEP) - value(-STEP)) / (2 * STEP)
 
 
+class LongGradientContract:
+    """Inherited by the tests of the references, through which all gradients go: the interpreters
+    would take minutes to get there.
+    """
+
+    def test_gradients_of_a_long_segment_are_rounded_once(self):
+        """Summed over blocks of rows in their dtype, they would be off by many roundings."""
+        tokens = 16384
+        case = make_case([tokens], heads=1, head_dim=8)
+        weights = np.ones((tokens, 1, 8), case.qkv.dtype)
+        *_, v_gradient, _, _ = self.gradients(case, weights, max_seqlen=tokens)
+        q, k = rotated(case)
+        expected = np.zeros(tokens)
+        for rows in np.split(q, 16):
+            p = np.exp(rows @ k.T * 8**-0.5)
+            expected += (p / p.sum(axis=1, keepdims=True)).sum(axis=0)
+        error = v_gradient[:, 0].astype(np.float64) - expected[:, None]
+        assert np.linalg.norm(error) < 3e-3 * np.linalg.norm(v_gradient.astype(np.float64))
+
+
+def rotated(case):
+    """Rotated q and k of a case of one head, [tokens, head_dim] fp64."""
+    cos, sin = case.cos.astype(np.float64), case.sin.astype(np.float64)
+    for x in case.qkv[:, :2, 0].astype(np.float64).swapaxes(0, 1):
+        x1, x2 = np.split(x, 2, axis=1)
+        yield np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=1)
+
+
 class GradientContract:
     """Inherited by the tests of each implementation."""
 

@@ -38,7 +38,8 @@ def fused_rope_attention(
             (NeoX) form; of the same strides, contiguous in the last axis. Dims of a head behind
             rotary_dim pass unrotated.
         cu_seqlens: [segments + 1] int32, contiguous, cumulative segment starts. Segments may be
-            empty; tokens before the first and behind the last are padding.
+            empty; tokens before the first and behind the last are padding. Where values decrease,
+            which `check_cu_seqlens` finds, rows between them may be anything.
         max_seqlen: upper bound on a segment's length. None: read from cu_seqlens, which waits for
             the GPU. Rows of a segment that is longer come out right or NaN, never wrong.
         scale: factor of the logits, 2 ** -100 to 2 ** 100, which gets no gradient; default

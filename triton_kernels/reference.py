@@ -55,11 +55,12 @@ def rope_attention_reference(
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """One segment, not empty."""
+    k, v = k.float(), v.float()  # here, so that blocks' gradients are summed in fp32
     return torch.cat([_attend_block(rows, k, v, scale) for rows in q.split(QUERY_BLOCK)])
 
 
 def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    logits = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
+    logits = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
     p = torch.exp(logits - logits.amax(-1, keepdim=True).detach())
     normalizer = p.sum(-1).T[..., None]
-    return (torch.einsum("hqk,khd->qhd", p.to(v.dtype).float(), v.float()) / normalizer).to(v.dtype)
+    return (torch.einsum("hqk,khd->qhd", p.to(q.dtype).float(), v) / normalizer).to(q.dtype)

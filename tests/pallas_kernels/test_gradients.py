@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from tests.kernel_cases import make_case
-from tests.kernel_gradient_contract import GradientContract
+from tests.kernel_gradient_contract import GradientContract, LongGradientContract
 from tests.pallas_kernels.adapter import JaxAdapter, public_function
 
 
@@ -45,7 +46,7 @@ class TestKernel(JaxGradients, GradientContract):
     implementation = "triton"
 
 
-class TestReference(JaxGradients, GradientContract):
+class TestReference(JaxGradients, GradientContract, LongGradientContract):
     implementation = "reference"
 
 
@@ -55,6 +56,36 @@ def test_forward_mode_is_refused(implementation):
     attend = public_function(True, {"implementation": implementation, "max_seqlen": 8})
     with pytest.raises(TypeError, match=r"forward-mode .*custom_vjp"):
         jax.jvp(lambda *x: attend(*x, cu_seqlens), arguments, arguments)
+
+
+def test_gradients_cost_as_much_for_each_segment_however_many_there_are():
+    """What a step makes, beside the sums that it adds to, is as large as a segment, not as all."""
+    arguments = list(map(jnp.asarray, make_case([8] * 40, heads=1, head_dim=8).separate))
+    attend = public_function(False, {"implementation": "reference", "max_seqlen": 8})
+    gradients = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), range(5))
+    steps = loop_bodies(jax.make_jaxpr(gradients)(*arguments).jaxpr)
+    made = [equation for step in steps for equation in innermost(step)]
+    large = {e.primitive.name for e in made if size(e.outvars) >= arguments[0].size}
+    assert large == {"scatter", "scatter-add"}  # in place, into the result and into gradients
+
+
+def loop_bodies(jaxpr):
+    for equation in jaxpr.eqns:
+        for inner in jaxprs_in_params(equation.params):
+            yield from [inner] if equation.primitive.name == "scan" else loop_bodies(inner)
+
+
+def innermost(jaxpr):
+    for equation in jaxpr.eqns:
+        inner = list(jaxprs_in_params(equation.params))
+        if inner and not equation.primitive.name.startswith("scatter"):
+            yield from (e for each in inner for e in innermost(each))
+        else:
+            yield equation
+
+
+def size(variables):
+    return max((variable.aval.size for variable in variables), default=0)
 
 
 def test_gradients_take_less_memory_than_the_probabilities_of_one_segment():

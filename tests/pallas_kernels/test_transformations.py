@@ -56,6 +56,17 @@ def test_calls_outside_of_jit_compile_once(implementation, compilations):
     assert not compilations
 
 
+def test_lengths_that_are_read_are_compiled_for_by_powers_of_two(compilations):
+    attend = attention("reference", None)
+    *arrays, _ = map(jnp.asarray, make_case((20, 20), head_dim=16, dtype="float32").packed)
+    expected = attention("reference", 40)(*arrays, np.array([0, 25, 40], np.int32))
+    attend(*arrays, np.array([0, 20, 40], np.int32))
+    compilations.clear()
+    out = attend(*arrays, np.array([0, 25, 40], np.int32))
+    assert not compilations
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6)
+
+
 def test_auto_is_a_kernel_where_there_is_a_gpu_and_else_the_reference():
     case = make_case((5, 9), head_dim=16)
     expected = "triton" if jax.default_backend() == "gpu" else "reference"
@@ -151,5 +162,29 @@ def test_inside_shard_map(lengths, max_seqlen):
     def gradients(function):
         return jax.jit(jax.grad(lambda *x: (function(*x) ** 2).sum(), argnums=(0, 1, 2)))(*arrays)
 
+    for ours, expected in zip(gradients(split), gradients(attend), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("varying", [0, 2, 3, 5])
+def test_inside_shard_map_where_one_argument_alone_differs_from_device_to_device(varying):
+    arguments = list(map(jnp.asarray, make_case((5, 9), head_dim=16, dtype="float32").separate))
+    mesh = jax.make_mesh((1,), ("calls",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    attend = functools.partial(
+        pallas_kernels.fused_rope_attention, max_seqlen=16, implementation="reference"
+    )
+
+    def split(*x):
+        def with_one(one):
+            return attend(*x[:varying], one, *x[varying + 1 :])
+
+        spec = PartitionSpec("calls")
+        return jax.shard_map(with_one, mesh=mesh, in_specs=spec, out_specs=spec)(x[varying])
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda *x: (function(*x) ** 2).sum(), range(5)))(*arguments)
+
+    assert_same_bits(*(np.array(jax.jit(f)(*arguments)) for f in (attend, split)))
     for ours, expected in zip(gradients(split), gradients(attend), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())

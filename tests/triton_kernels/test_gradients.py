@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import triton_kernels
 from tests.kernel_cases import make_case
-from tests.kernel_gradient_contract import GradientContract
+from tests.kernel_gradient_contract import GradientContract, LongGradientContract
 from tests.triton_kernels.adapter import (
     TorchAdapter,
     interpreted_nan,
@@ -45,7 +45,7 @@ class TestKernel(TorchGradients, GradientContract):
     implementation = "triton"
 
 
-class TestReference(TorchGradients, GradientContract):
+class TestReference(TorchGradients, GradientContract, LongGradientContract):
     implementation = "reference"
 
 
