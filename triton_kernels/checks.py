@@ -180,7 +180,7 @@ def _holds(condition: bool | torch.SymBool) -> bool:
 
 
 def _check_strides(name: str, x: torch.Tensor) -> None:
-    if x.stride(-1) != 1 and x.numel() > 0:
+    if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
         raise ValueError(
             f"{name} must be contiguous in its last axis, got strides {tuple(x.stride())}"
         )

@@ -8,6 +8,7 @@ import torch
 
 import triton_kernels
 from tests.kernel_argument_contract import CASE, ArgumentContract
+from tests.kernel_cases import make_case
 from tests.triton_kernels.adapter import TorchAdapter, to_torch
 
 
@@ -79,6 +80,18 @@ def test_angles_must_be_contiguous_and_alike():
         attend(**on_cpu(cos=wide[:, ::2], sin=wide[:, ::2]))
     with pytest.raises(ValueError, match=r"sin must have the shape and strides of cos"):
         attend(**on_cpu(cos=wide[:, :8], sin=wide[:, :8].clone()))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_one_column_of_angles_is_contiguous_whatever_its_stride(implementation):
+    q, k, v, cos, sin, cu_seqlens = map(to_torch, make_case([5, 9], rotary_dim=2).separate)
+    options = {"max_seqlen": 16, "implementation": implementation}
+    rows = [x.flatten().as_strided((14, 1), (1, 14)) for x in (cos, sin)]
+    results = [
+        triton_kernels.fused_rope_attention(q, k, v, *angles, cu_seqlens, **options)
+        for angles in ((cos, sin), rows)
+    ]
+    assert torch.equal(*results)
 
 
 def test_cu_seqlens_must_be_contiguous():
