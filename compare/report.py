@@ -161,7 +161,8 @@ def readme_block(readme: Path, directory: Path, report: Path) -> str:
 
 
 def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
-    """The result files by device directory and part, the device with the most timings first.
+    """The result files by device directory and part, the device with the most timings first; of
+    devices with as many, the one whose oldest file is newer.
 
     Raises:
         InputError: there is none, or one cannot be read.
@@ -183,13 +184,15 @@ def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
     if not found:
         names = ", ".join(f"{part}.json" for part in PARTS)
         raise InputError(f"no results in {directory}: expected <device>/ with {names}")
-    most_first = sorted(found, key=lambda folder: -_timings_in(found[folder]))
-    return {folder: found[folder] for folder in most_first}
+    first = sorted(found, key=lambda folder: _weight(found[folder]), reverse=True)
+    return {folder: found[folder] for folder in first}
 
 
-def _timings_in(parts: dict[str, Results]) -> int:
+def _weight(parts: dict[str, Results]) -> tuple[int, str]:
+    """Of a device: how many timings there are, and when its oldest file was made."""
     records = (record for measured in parts.values() for record in measured.records)
-    return sum(record["median_us"] is not None for record in records)
+    timings = sum(record["median_us"] is not None for record in records)
+    return timings, min(measured.date for measured in parts.values())
 
 
 def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) -> str:

@@ -308,6 +308,14 @@ def test_a_glance_at_results_that_are_missing():
     assert len(lines) == 3
 
 
+def test_of_devices_with_as_many_timings_the_one_measured_last_leads(tmp_path):
+    record = Record("windows-448", "triton", median_us=5.0, framework="torch")
+    for device, date in (("A", "2026-01-01"), ("B", "2026-01-03"), ("C", "2026-01-02")):
+        measured = replace(synthetic.as_results("kernels", [record]), device=device, date=date)
+        results.write(measured, results.default_path("kernels", device, tmp_path))
+    assert [folder.name for folder in report.read_devices(tmp_path)] == ["b", "c", "a"]
+
+
 @pytest.mark.parametrize("text", ["", report.BEGIN, f"{report.END} {report.BEGIN}"])
 def test_a_readme_without_markers_is_left_alone(directory, tmp_path, text):
     readme = tmp_path / "README.md"
