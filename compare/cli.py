@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_results(report)
     report.add_argument("--out", type=Path, metavar="FILE", help="default: report.md in DIR")
     report.add_argument(
-        "--readme", type=Path, metavar="FILE", help="also renew the results block of this file"
+        "--readme", type=Path, metavar="FILE", help="also renew the tables of this file"
     )
     return parser
 

@@ -257,8 +257,8 @@ def inspect_machine_code(cubin: bytes) -> tuple[int, int, str]:
 def main() -> None:
     """Compile, two variants at a time, and print or write what came out."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--every", action="store_true")
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--every", action="store_true", help="also what no test looks at")
+    parser.add_argument("--write", action="store_true", help="keep what it takes in resources.json")
     options = parser.parse_args()
     variants = EVERY if options.every or options.write else USUAL
     written = []
