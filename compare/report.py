@@ -35,9 +35,9 @@ _METHODS = {
     "kernels without the gaps between them; pallas / triton is by the profiler for both. Inputs "
     "rotate past the L2 cache. Floor: the bytes that must move at the rate of a copy of 94 MiB, as "
     "many as the windows of 1344 px move, or the products at the matrix rate, whichever takes "
-    "longer. In brackets: share of the floor, or "
-    f"times as long as ours of the same framework. {_SPREAD} PyTorch's samples are means over some "
-    "3 ms of replays, JAX's are single calls, which spread more.",
+    "longer. In brackets: share of the floor, or times as long as ours of the same framework. "
+    f"{_SPREAD} PyTorch's samples are means over some 3 ms of replays, JAX's are single calls, "
+    "which spread more.",
     "fusion": "Rows: framework and head_dim; columns: tokens of a segment, of about 9,216 in all. "
     'Clocks as in the kernels\' tables. In the chart a ring marks where "qk" begins to take longer '
     'than "none", the grey line the longest segment for which "auto" takes it.',

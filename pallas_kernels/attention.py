@@ -47,8 +47,9 @@ def fused_rope_attention(
             before the first and behind the last are padding. Where values decrease, which
             `check_cu_seqlens` finds, rows between them may be anything.
         max_seqlen: static upper bound on a segment's length, for which a call is compiled. None:
-            the power of two above the longest of cu_seqlens, which must then not be traced. Rows of
-            a segment that is longer come out right or NaN, never wrong; their gradients are NaN.
+            the longest of cu_seqlens, which must then not be traced, rounded up to a power of two.
+            Rows of a segment that is longer come out right or NaN, never wrong; their gradients are
+            NaN.
         scale: static factor of the logits, 2 ** -100 to 2 ** 100; default head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice;
@@ -178,7 +179,7 @@ def _forward(plan: _Plan, *arguments: tuple | jax.Array) -> tuple[jax.Array, tup
 
 
 def _backward(plan: _Plan, arguments: tuple, grad: jax.Array) -> tuple:
-    """Those of the reference, computed again from the saved arguments."""
+    """The reference's gradients, from the saved arguments."""
     qkv, *rest = arguments
     *found, cos_grad, sin_grad = rope_attention_gradients(
         grad, *_q_k_v(qkv), *rest, plan.scale, plan.max_seqlen

@@ -7,6 +7,8 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.sharding import vary_as
+
 # Rows of Q whose logits exist at once: bounds the memory of a long segment.
 QUERY_BLOCK = 256
 
@@ -52,7 +54,7 @@ def rope_attention_reference(
     tokens = q.shape[0]
     if tokens == 0:
         return jnp.zeros_like(v)
-    vary = _vary_as(q, k, v, cos, sin, cu_seqlens)
+    vary = vary_as(q, k, v, cos, sin, cu_seqlens)
     q, k, v, cos, sin, cu_seqlens = map(vary, (q, k, v, cos, sin, cu_seqlens))
     q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
 
@@ -84,7 +86,7 @@ def rope_attention_gradients(
     tokens = q.shape[0]
     if tokens == 0:
         return tuple(map(jnp.zeros_like, (q, k, v, cos, sin)))
-    vary = _vary_as(grad, q, k, v, cos, sin, cu_seqlens)
+    vary = vary_as(grad, q, k, v, cos, sin, cu_seqlens)
     # Under shard_map, what is the same on several devices gets the sum of its gradients there.
     (q, k, v, cos, sin), sum_over_devices = jax.vjp(
         lambda *x: tuple(map(vary, x)), q, k, v, cos, sin
@@ -103,11 +105,10 @@ def rope_attention_gradients(
     def pull(sums: tuple[jax.Array, ...], row: jax.Array, key: jax.Array) -> tuple[jax.Array, ...]:
         attend = functools.partial(_attend, key_mask=key < tokens, scale=scale)
         _, pull_block = jax.vjp(attend, _take(q, row), _take(k, key), _take(v, key))
+        parts = zip(sums, (row, key, key), pull_block(_take(grad, row)), strict=True)
         return tuple(
             total.at[place].add(part.astype(jnp.float32), mode="drop")
-            for total, place, part in zip(
-                sums, (row, key, key), pull_block(_take(grad, row)), strict=True
-            )
+            for total, place, part in parts
         )
 
     zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
@@ -152,17 +153,6 @@ def _visit_blocks(
     blocks = -(-longest // block)
     places = jnp.divmod(_integers(segments * blocks), blocks)
     return jax.lax.scan(step, carry, places)[0]
-
-
-def _vary_as(*arrays: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """What makes an array vary over all mesh axes that any of these varies over, in shard_map."""
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
-
-    def vary(x: jax.Array) -> jax.Array:
-        missing = axes - jax.typeof(x).manual_axis_type.varying
-        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-    return vary
 
 
 def refuse_longer(x: jax.Array, cu_seqlens: jax.Array, max_seqlen: int | None) -> jax.Array:

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.compile import compiler_params
 from pallas_kernels.launch_table import Launch
+from pallas_kernels.sharding import varying_axes
 
 
 def run(
@@ -32,8 +33,7 @@ def run(
         disable_licm: see `TritonParams`.
     """
     # Under shard_map the result varies over the mesh axes that any operand varies over.
-    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
-    manual_axis_type = jax.sharding.ManualAxisType(varying=varying)
+    manual_axis_type = jax.sharding.ManualAxisType(varying=varying_axes(*operands))
     call = pl.pallas_call(
         kernel,
         grid=(programs,),

@@ -1,7 +1,8 @@
 """Heads that are split over devices, along axes of a mesh that are explicit, as by default.
 
 There an array's type says how it is split, and a kernel, written for the arrays of one device,
-cannot be traced with such types. Axes of other kinds are in no type.
+cannot be traced with such types. Axes of other kinds are in no type. Under shard_map a type says
+over which axes an array varies from device to device.
 """
 
 from collections.abc import Callable
@@ -58,6 +59,22 @@ def on_own_heads(
         check_vma=False,  # Pallas' interpreter mixes what varies by device with what does not
     )
     return split_attention(qkv, cos, sin, cu_seqlens)
+
+
+def varying_axes(*arrays: jax.Array) -> frozenset[str]:
+    """The mesh axes that any of the arrays varies over, under shard_map."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def vary_as(*arrays: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """What makes an array vary over all mesh axes that any of these varies over."""
+    axes = varying_axes(*arrays)
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = axes - varying_axes(x)
+        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return vary
 
 
 def _spec(x: jax.Array) -> PartitionSpec:

@@ -246,21 +246,6 @@ def test_a_glance_at_the_results(directory, tmp_path):
     assert readme.read_text().startswith(glance.replace("old", "\n".join(lines)))
 
 
-def test_a_glance_tells_a_little_faster_from_a_little_slower_and_leaves_out_what_is_unknown():
-    records = [
-        Record("frames-1344", "triton", median_us=930.0, framework="torch"),
-        Record("frames-1344", "in-place rope + FA3 varlen", median_us=887.0, framework="torch"),
-        Record("tower-448", "torch", median_us=3e3, row_us=3e3, framework="torch"),
-        Record("tower-448", "Hugging Face SDPA", median_us=6e3, row_us=6e3, framework="torch"),
-    ]
-    parts = {name: synthetic.as_results(name, records) for name in ("towers", "kernels")}
-    text = glance_table(parts)
-    assert "| 0.95 / – |\n" in f"{text}\n"
-    assert "| 2.0 / – |" in text
-    assert "flash attention" not in text
-    assert "kernels alone" not in text
-
-
 def test_a_readme_has_one_devices_tables_and_a_glance_at_others(directory, tmp_path):
     """The tables of the one with the most timings, whatever their names and other results."""
     checks = [Record(f"w-{n}", "triton", dtype="bfloat16", passed=True) for n in range(999)]
@@ -299,13 +284,6 @@ def test_details_stand_in_the_report_alone(directory, tmp_path):
     for text in (whole, block):
         assert "| calls in a row |" in text
         assert text.count("Inputs rotate past the L2 cache.") == 1
-
-
-def test_a_glance_at_results_that_are_missing():
-    record = Record("windows-448", "triton", median_us=5.0, framework="torch")
-    lines = glance_table({"kernels": synthetic.as_results("kernels", [record])}).splitlines()
-    assert lines[2].endswith("| **5 / –** | **– / –** | **– / –** | **– / –** |")
-    assert len(lines) == 3
 
 
 def test_of_devices_with_as_many_timings_the_one_measured_last_leads(tmp_path):
