@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,12 +13,8 @@ from compare.environment import configure, gpu_count
 from tests import interpreter
 
 # Their assertions show values too.
-pytest.register_assert_rewrite(
-    "tests.tower_contract",
-    "tests.frame_attention_contract",
-    "tests.gated_contract",
-    "tests.gated_product_contract",
-)
+_CONTRACTS = sorted(path.stem for path in Path(__file__).parent.glob("*_contract.py"))
+pytest.register_assert_rewrite("tests.kernel_cases", *(f"tests.{name}" for name in _CONTRACTS))
 
 # Of several processes each has its core: PyTorch's threads wait for each other by spinning, and a
 # process's second one would spin on the core of its neighbour. Nor does each need a pool of
