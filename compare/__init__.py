@@ -16,8 +16,9 @@ says what each part of the command line does. Each part has modules of its own:
 They share:
 
 - what is run: `workloads`, `tower_workloads` and their `photographs`; our kernels in
-  `implementations`, the others in `peers_torch` and `peers_jax`; `towers`, Hugging Face's in
-  `huggingface`; `arrays`, which carries inputs from one framework to another;
+  `implementations`, the others in `peers_torch` and `peers_jax`; libraries' attention in `varlen`;
+  `towers`, Hugging Face's in `huggingface`; `arrays`, which carries inputs from one framework to
+  another;
 - what is right: the fp64 `oracle`, the `yardstick` made of it, and the rules in `metrics`;
 - how time is taken: `kernel_timing` by the clocks in `timing` and `profiling`, after a `warm_up`,
   beside the `ceilings` of the GPU;

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compare.arrays import torch_device
 from compare.errors import UnavailableError
-from compare.peers_torch import load_varlen
+from compare.varlen import load_varlen
 from flax_models import VisionConfig
 
 # Weights are drawn so that errors show. As Hugging Face initialises it the tower has zero biases,

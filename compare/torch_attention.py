@@ -10,13 +10,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compare.errors import one_line
-from compare.peers_torch import VarlenAttention, load_varlen
+from compare.varlen import VarlenAttention, load_varlen
 from flax_models import Layout, VisionConfig
 from flax_models.layout import inverse_frequencies
 from triton_kernels import fused_rope_attention_qkvpacked
-from triton_kernels.attention import rotate_in_order
 from triton_kernels.checks import IMPLEMENTATIONS
 from triton_kernels.reference import rotate_reference
+from triton_kernels.rotate_in_order import rotate_in_order
 
 FRAME_ATTENTION = ("fused", "cudnn", "fa2", "fa3")
 

@@ -5,12 +5,12 @@ import functools
 import torch
 import triton
 
-from triton_kernels.calls import Rotation, are_aligned, plan, rotate_in_order_call
+from triton_kernels.calls import Rotation, plan
 from triton_kernels.checks import Form, check_arguments, form_of
 from triton_kernels.dispatch import goes_unseen
 from triton_kernels.launch import auto_fuse, launch_source
 from triton_kernels.reference import rope_attention_reference
-from triton_kernels.run import run
+from triton_kernels.run import are_aligned, run
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -69,7 +69,7 @@ def fused_rope_attention(
     )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = max_seqlen, scale, fuse, implementation
-    if goes_unseen((q, k, v, cos, sin)):
+    if form is not None and goes_unseen((q, k, v, cos, sin)):
         return attend(q, k, v, cos, sin, cu_seqlens, *options, form)
     varlen = torch.ops.fused_rope_attention.varlen.default
     return varlen(q, k, v, cos, sin, cu_seqlens, *options)
@@ -96,7 +96,7 @@ def fused_rope_attention_qkvpacked(
     )
     scale = qkv.shape[-1] ** -0.5 if scale is None else float(scale)
     options = max_seqlen, scale, fuse, implementation
-    if goes_unseen((qkv, cos, sin)):
+    if form is not None and goes_unseen((qkv, cos, sin)):
         return attend(*qkv.unbind(1), cos, sin, cu_seqlens, *options, form)
     qkvpacked = torch.ops.fused_rope_attention.qkvpacked.default
     return qkvpacked(qkv, cos, sin, cu_seqlens, *options)
@@ -153,8 +153,9 @@ def attend(
         fuse = auto_fuse(q.dtype, q.shape[-1], 2 * cos.shape[1], max_seqlen)
     # Triton launches on the current device, which need not be the tensors'.
     if q.is_cuda and q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):  # once more, without the form, to find it out again
-            return attend(q, k, v, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
+        options = max_seqlen, scale, fuse, implementation
+        with torch.cuda.device(q.device):
+            return attend(q, k, v, cos, sin, cu_seqlens, *options, form)
     if form is None:
         form = form_of((q, k, v, cos, sin, cu_seqlens))
     at_once = fuse == "none" and _is_behind(k, q)
@@ -191,14 +192,3 @@ def _rotate(
     out = torch.empty(rotation.shape, dtype=x.dtype, device=x.device)
     run(rotation.call, (x, out, cos, sin))
     return out.unbind(1)
-
-
-def rotate_in_order(
-    x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> None:
-    """Rotate x [tokens, heads, head_dim] into out, which may be x itself; columns keep their order.
-
-    Dims behind the rotary ones are left as they are in out.
-    """
-    tensors = x, out, cos, sin
-    run(rotate_in_order_call(form_of(tensors), are_aligned(*tensors)), tensors)

@@ -14,34 +14,24 @@ from triton.runtime.jit import JITFunction
 from triton_kernels.checks import Form
 from triton_kernels.launch import LaunchSource, find_launch, head_split, rotated_row, window_limit
 from triton_kernels.launch_table import Launch
-from triton_kernels.rotate_kernel import rotate_in_order_kernel, rotate_kernel
+from triton_kernels.rotate_kernel import rotate_kernel
 from triton_kernels.run import Call, binary_of
 from triton_kernels.softmax import is_online
 from triton_kernels.stream_kernel import stream_kernel
 from triton_kernels.window_kernel import window_kernel
 
 LOG2_E = 1.4426950408889634
-# Vectors of a program that rotates in order, one for each thread; all shapes are alike to it.
-IN_ORDER = Launch(block=256, block_k=1, num_warps=8, num_stages=1)
 
-_remembered = functools.lru_cache(4096)
+remembered = functools.lru_cache(4096)
 
 
-class _Tensor(NamedTuple):
-    """One tensor of a form."""
+class TensorForm(NamedTuple):
+    """One tensor of a `Form`."""
 
     dtype: torch.dtype
     device: torch.device
     shape: torch.Size
     strides: tuple[int, ...]
-
-
-def are_aligned(*tensors: torch.Tensor) -> bool:
-    """Whether all begin at a multiple of 16 bytes, which a form does not say."""
-    bits = 0
-    for x in tensors:
-        bits |= x.data_ptr()
-    return bits % 16 == 0
 
 
 class Rotation(NamedTuple):
@@ -63,7 +53,7 @@ class Plan(NamedTuple):
     attention: Call
 
 
-@_remembered
+@remembered
 def plan(
     form: Form,
     at_16: bool,
@@ -82,11 +72,11 @@ def plan(
         fuse: "qk", "q" or "none".
         at_once: rotate Q and K in one launch, as K's heads lie behind Q's.
     """
-    *qkv, cos, sin, cu_seqlens = (_Tensor(*x) for x in form)
+    *qkv, cos, sin, cu_seqlens = (TensorForm(*x) for x in form)
     q, k, v = qkv if len(qkv) == 3 else [_part(qkv[0])] * 3
     rotations = []
 
-    def rotated(x: _Tensor, parts: int) -> _Tensor:
+    def rotated(x: TensorForm, parts: int) -> TensorForm:
         rotations.append(_rotation(x, cos, at_16, source, parts))
         tokens, _, row = rotations[-1].shape
         return x._replace(shape=torch.Size((tokens, row)), strides=(parts * row, 1))
@@ -102,18 +92,20 @@ def plan(
     return Plan(tuple(rotations), attention_call(read, at_16, source, max_seqlen, scale, fuse))
 
 
-def _part(qkv: _Tensor) -> _Tensor:
+def _part(qkv: TensorForm) -> TensorForm:
     """Q, K or V of a packed tensor, which lie alike."""
     (tokens, _, *head), (token_stride, _, *strides) = qkv.shape, qkv.strides
     return qkv._replace(shape=torch.Size((tokens, *head)), strides=(token_stride, *strides))
 
 
-def _rotation(x: _Tensor, cos: _Tensor, at_16: bool, source: LaunchSource, parts: int) -> Rotation:
+def _rotation(
+    x: TensorForm, cos: TensorForm, at_16: bool, source: LaunchSource, parts: int
+) -> Rotation:
     """Rotation beforehand of so many of Q and K, of which x is the first."""
     tokens, heads, head_dim = x.shape
     row = rotated_row(heads, head_dim)
     rows = [*x.strides[:2], parts * row, row]
-    aligned, angle_unit, strides = _in_units(rows, cos, at_16)
+    aligned, angle_unit, strides = in_units(rows, cos, at_16)
     launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads, source, aligned)
     programs = triton.cdiv(tokens, launch.block) * parts * triton.cdiv(heads, launch.block_k)
     split = head_split(head_dim)
@@ -122,23 +114,28 @@ def _rotation(x: _Tensor, cos: _Tensor, at_16: bool, source: LaunchSource, parts
         launch.block, launch.block_k,
     )  # fmt: skip
     numbers = tokens, *strides
-    call = _call(rotate_kernel, programs, launch, numbers, constants, x, aligned)
+    call = make_call(rotate_kernel, programs, launch, numbers, constants, x, aligned)
     return Rotation(call, (tokens, parts, row))
 
 
 def attention_call(
-    form: Form, at_16: bool, source: LaunchSource, max_seqlen: int, scale: float, fuse: str
+    read: tuple[TensorForm, ...],
+    at_16: bool,
+    source: LaunchSource,
+    max_seqlen: int,
+    scale: float,
+    fuse: str,
 ) -> Call:
-    """Attention, of the form of (q, k, v, cos, sin, cu_seqlens).
+    """Attention that reads (q, k, v, cos, sin, cu_seqlens).
 
     at_16: their addresses are aligned. fuse: "qk", or what is rotated already, K ("q") or both,
     which are [tokens, row].
     """
-    *qkv, cos, _, cu_seqlens = (_Tensor(*x) for x in form)
+    *qkv, cos, _, cu_seqlens = read
     x = qkv[-1]
     tokens, heads, head_dim = x.shape
     rows = [stride for x in qkv for stride in _row_strides(x)]
-    aligned, angle_unit, strides = _in_units(rows, cos, at_16)
+    aligned, angle_unit, strides = in_units(rows, cos, at_16)
     segments = cu_seqlens.shape[0] - 1
     shape = x.dtype, head_dim, max_seqlen, tokens * heads
     if aligned and max_seqlen <= window_limit(x.dtype, head_dim):
@@ -156,29 +153,15 @@ def attention_call(
         heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit,
         fuse != "none", fuse == "qk", *blocks,
     )  # fmt: skip
-    return _call(kernel, programs, launch, numbers, constants, x, aligned)
+    return make_call(kernel, programs, launch, numbers, constants, x, aligned)
 
 
-@_remembered
-def rotate_in_order_call(form: Form, at_16: bool) -> Call:
-    """Rotation that keeps the order of columns, of the form of (x, out, cos, sin)."""
-    x, out, cos, _ = (_Tensor(*x) for x in form)
-    tokens, heads, _ = x.shape
-    half = cos.shape[1]
-    vector = math.gcd(half, 16 // x.dtype.itemsize)
-    aligned, angle_unit, strides = _in_units([*x.strides[:2], *out.strides[:2]], cos, at_16)
-    programs = triton.cdiv(tokens * heads * (half // vector), IN_ORDER.block)
-    constants = heads, half, vector, aligned, angle_unit, IN_ORDER.block
-    numbers = tokens, *strides
-    return _call(rotate_in_order_kernel, programs, IN_ORDER, numbers, constants, x, aligned)
-
-
-def _row_strides(x: _Tensor) -> tuple[int, int]:
+def _row_strides(x: TensorForm) -> tuple[int, int]:
     """Token and head stride; 0 for the heads of a rotated row, which have places of their own."""
     return x.strides[0], x.strides[1] if len(x.shape) == 3 else 0
 
 
-def _in_units(rows: list[int], cos: _Tensor, at_16: bool) -> tuple[bool, int, tuple[int, ...]]:
+def in_units(rows: list[int], cos: TensorForm, at_16: bool) -> tuple[bool, int, tuple[int, ...]]:
     """Strides in the kernels' units.
 
     Args:
@@ -197,15 +180,19 @@ def _in_units(rows: list[int], cos: _Tensor, at_16: bool) -> tuple[bool, int, tu
     return True, unit, (*[stride // 8 for stride in rows], angle_stride // unit)
 
 
-def _call(
+def make_call(
     kernel: JITFunction,
     programs: int,
     launch: Launch,
     numbers: tuple[int | float, ...],
     constants: tuple[int | bool, ...],
-    x: _Tensor,
+    x: TensorForm,
     aligned: bool,
 ) -> Call:
+    """A launch, of which x is one tensor; the dtypes of the others are to follow from its.
+
+    aligned: all tensors' rows are, see in_units.
+    """
     # A larger number is 64 bits wide to Triton, for which it compiles anew.
     known = aligned and max(numbers) < 2**31
     binary = binary_of(kernel, x.dtype, x.device, constants, launch) if known else None

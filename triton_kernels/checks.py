@@ -101,7 +101,9 @@ def check_arguments(
         form = form_of(everything)
     if form is None or form not in _passed:
         _check_tensors(tensors, names, cos, sin, cu_seqlens)
-        if form is not None and len(_passed) < MAX_PASSED:
+        if form is not None:
+            if len(_passed) == MAX_PASSED:
+                _passed.clear()
             _passed.add(form)
     # PyTorch drops the tangents of an operator that has no forward mode, in silence.
     dual_level = forward_ad._current_level >= 0

@@ -17,14 +17,15 @@ with ThreadPoolExecutor(1) as _thread:
 
 
 def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether nobody but the caller would know of an operator's call on these tensors.
+    """Whether nobody but the caller would know of an operator's call on these plain tensors.
 
-    That is so where no derivative is to be recorded, nothing observes operators (no compiler,
-    trace, transform, mode, profiler or tensor subclass), and memory holds the tensors' values, as
-    it does not on "meta" or behind a lazy negation. Then the function behind the operator may be
-    called directly.
+    That is so where no derivative is to be recorded, nothing observes operators (no trace,
+    transform, mode or profiler), and memory holds the tensors' values, as it does not on "meta" or
+    behind a lazy negation. Then the function behind the operator may be called directly. A call
+    that a compiler traces, or that has a subclass among its tensors, is none to ask about:
+    `check_arguments` knows no form of it.
     """
-    if torch.compiler.is_compiling() or torch.autograd._profiler_enabled():
+    if torch.autograd._profiler_enabled():
         return False
     if torch._C._is_torch_function_mode_enabled():
         return False
@@ -32,7 +33,7 @@ def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
         return False
     recording = torch.is_grad_enabled()
     for x in tensors:
-        if type(x) is not torch.Tensor or x.is_meta or x.is_neg():
+        if x.is_meta or x.is_neg():
             return False
         if recording and x.requires_grad:
             return False

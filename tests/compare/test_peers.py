@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from compare import environment, peers_torch
+from compare import environment, varlen
 from compare.agreement import run
 from compare.environment import has_gpu
 from compare.errors import UnavailableError
@@ -52,13 +52,13 @@ def test_xla_computes_the_operation(workload):
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
 def test_in_place_rotation_computes_the_operation(monkeypatch, workload):
-    monkeypatch.setattr(peers_torch, "_torch_fa2", lambda: naive_varlen)
+    monkeypatch.setattr(varlen, "_torch_fa2", lambda: naive_varlen)
     assert_right(by_name(torch_peers(), "in-place rope + FA2 varlen"), workload)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
 def test_the_rotation_that_is_compiled_computes_the_operation(monkeypatch, workload):
-    monkeypatch.setattr(peers_torch, "_torch_fa2", lambda: naive_varlen)
+    monkeypatch.setattr(varlen, "_torch_fa2", lambda: naive_varlen)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     assert_right(by_name(torch_peers(), "torch.compile rope + FA2 varlen"), workload)
 
@@ -107,7 +107,7 @@ def test_a_bare_fa3_binary_is_called_by_argument_names():
 
     operator._schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in names])
     q, k, v, cu_seqlens = (torch.full((3, 1, 4), float(x)) for x in range(4))
-    given = peers_torch._bare_fa3(operator)(q, k, v, cu_seqlens, 3)
+    given = varlen._bare_fa3(operator)(q, k, v, cu_seqlens, 3)
     assert given["q"] is q
     assert given["cu_seqlens_k"] is cu_seqlens
     assert given["max_seqlen_q"] == 3

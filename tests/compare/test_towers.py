@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
-from compare import huggingface, peers_torch, tower_agreement, towers
+from compare import huggingface, tower_agreement, towers, varlen
 from compare.errors import UnavailableError
 from compare.metrics import relative_rms_error
 from compare.tower_agreement import check_towers
@@ -134,11 +134,11 @@ def test_checkpoint_tells_mistakes_apart(checkpoint):
 def test_varlen_attention_reaches_hugging_faces_tower(monkeypatch, config, checkpoint, inputs):
     calls = []
 
-    def varlen(q, k, v, cu_seqlens, max_seqlen):
+    def naive(q, k, v, cu_seqlens, max_seqlen):
         calls.append(max_seqlen)
         return naive_varlen(q, k, v, cu_seqlens, max_seqlen)
 
-    monkeypatch.setattr(peers_torch, "_torch_fa2", lambda: varlen)
+    monkeypatch.setattr(varlen, "_torch_fa2", lambda: naive)
     results = []
     for attention in ("SDPA", "FA2"):
         tower = HuggingFaceTower(huggingface.load(checkpoint, torch.float32, attention))

@@ -37,6 +37,7 @@ from tests.triton_kernels.wgmma_descriptors import high_word_sums
 from triton_kernels import attention
 from triton_kernels import launch as launch_module
 from triton_kernels.launch_table import Gpu
+from triton_kernels.rotate_in_order import rotate_in_order
 
 TOKENS, HEADS, SEGMENTS = 9216, 16, 144
 POINTERS = {
@@ -179,7 +180,7 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
         )
         if variant.max_seqlen == STREAM and variant.fuse == "auto":
             qk = qkv.view(TOKENS, 3 * HEADS, variant.head_dim)[:, : 2 * HEADS]
-            attention.rotate_in_order(qk, qk, angles, angles)
+            rotate_in_order(qk, qk, angles, angles)
     return recorded
 
 

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
-from triton_kernels.calls import attention_call, plan, rotate_in_order_call
+from triton_kernels.calls import TensorForm, attention_call, plan
 from triton_kernels.checks import form_of
 from triton_kernels.launch import launch_source, launching_by, rotated_row
 from triton_kernels.launch_table import Table
+from triton_kernels.rotate_in_order import rotate_in_order_call
 
 TOKENS, HEADS, HEAD_DIM = 6, 2, 16
 STREAM = 4096
@@ -96,8 +97,8 @@ def test_a_plan_is_for_the_tensors_that_rotation_makes(heads, head_dim, fuse, at
         assert rotation.call.numbers[:5] == (TOKENS, *strides)
     rotated = [x for out in made for x in out.unbind(1)]
     q, k = ([q, k][: 2 - len(rotated)] + rotated)[:2]
-    form = form_of((q, k, v, angles, angles, cu_seqlens))
-    assert reading == attention_call(form, True, source, STREAM, 0.25, fuse)
+    read = tuple(TensorForm(*x) for x in form_of((q, k, v, angles, angles, cu_seqlens)))
+    assert reading == attention_call(read, True, source, STREAM, 0.25, fuse)
 
 
 def test_what_is_not_aligned_has_no_binary_that_is_known():

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -150,6 +151,31 @@ def test_it_goes_unseen_on_another_thread_than_a_mode_is_on():
     assert found == [True]
 
 
-def test_parameters_and_other_subclasses_are_seen():
-    with torch.no_grad():
-        assert not goes_unseen([torch.ones(2), torch.nn.Parameter(torch.ones(2))])
+class Wrapper(torch.Tensor):
+    """A subclass that holds another tensor and notes which operators meet it."""
+
+    seen: ClassVar = []
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, held.stride(), dtype=held.dtype)
+
+    def __init__(self, held):
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, called, types, args=(), kwargs=None):
+        cls.seen.append(str(called))
+        return called(*(x.held if isinstance(x, cls) else x for x in args), **(kwargs or {}))
+
+
+@both_forms
+def test_any_tensor_of_a_subclass_has_the_operator_seen(packed, monkeypatch):
+    arguments = arguments_of(packed)
+    expected = attend(packed, *arguments)
+    for i, x in enumerate(arguments):
+        monkeypatch.setattr(Wrapper, "seen", [])
+        with torch.no_grad():
+            out = attend(packed, *arguments[:i], Wrapper(x), *arguments[i + 1 :])
+        assert Wrapper.seen == [f"{OPERATORS[packed]}.default"]
+        assert torch.equal(out, expected)

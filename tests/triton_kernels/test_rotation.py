@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.hostile import examples
-from triton_kernels.attention import rotate_in_order
+from triton_kernels.rotate_in_order import rotate_in_order
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-6}
@@ -72,3 +72,12 @@ def test_programs_of_many_tokens_and_of_parts_of_one(heads, half):
     wanted = expected(before[:, :heads], cos, sin)
     assert (x - wanted).norm() <= TOLERANCE[torch.float32] * wanted.norm()
     assert torch.equal(qkv[:, heads:], before[:, heads:])
+
+
+@pytest.mark.parametrize("wrong", [1, 2, 3])
+def test_tensors_of_other_dtypes_are_refused(wrong):
+    qkv, cos, sin = drawn(5, 2, 16, 8, torch.bfloat16, 0)
+    tensors = [qkv[:, :2], qkv[:, :2].clone(), cos, sin]
+    tensors[wrong] = tensors[wrong].half()
+    with pytest.raises(TypeError, match="one dtype"):
+        rotate_in_order(*tensors)
