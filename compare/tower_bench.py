@@ -167,9 +167,11 @@ class _Run:
                 timed, embeddings = _time(tower, record, self.inputs[record.workload])
                 exact = self.exact[record.workload].to(embeddings.device)
                 error = relative_rms_error(embeddings, exact)
-                timed = _profiled(tower, timed, self.inputs[record.workload])
                 yardstick = error if limits is None else limits.get(record.workload)
-                records.append(_judged(timed, error, yardstick, implementation.ours))
+                judged = _judged(timed, error, yardstick, implementation.ours)
+                if judged.median_us is not None:
+                    judged = _profiled(tower, judged, self.inputs[record.workload])
+                records.append(judged)
             except Exception as error:
                 records.append(record.failed(error))
         times = ", ".join(f"{r.workload} {_ms(r.median_us)}" for r in records)
@@ -244,7 +246,8 @@ def _judged(record: Record, error: float, yardstick: float | None, ours: bool) -
 
 
 def _untimed(record: Record, reason: str) -> Record:
-    return replace(record, median_us=None, row_us=None, note=f"not timed: {reason}")
+    note = f"not timed: {reason}"
+    return replace(record, median_us=None, spread_us=None, row_us=None, note=note)
 
 
 def _with_rates(record: Record, workload: TowerWorkload, floor_us: float) -> Record:

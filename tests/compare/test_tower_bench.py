@@ -94,12 +94,16 @@ def test_a_wrong_tower_gets_no_time(benchmark_on_cpu, monkeypatch):
         def encode(self, pixel_values, grid_thw):
             return super().encode(pixel_values, grid_thw) + 1
 
+    def seen(run, calls):
+        return Profile([DeviceEvent("window_kernel", 0.0, 7e3)] * calls, calls)
+
     monkeypatch.setattr(tower_bench, "our_towers", lambda: [implementation(Wrong)])
+    monkeypatch.setattr(tower_bench, "try_profile", seen)
     records, _ = tower_bench.bench_towers([square(56)])
     record = next(r for r in records if r.implementation == "torch")
-    assert record.median_us is None
-    assert record.row_us is None
-    assert "tokens_per_s" not in record.details
+    times = record.median_us, record.spread_us, record.row_us, record.profiler_us
+    assert times == (None,) * 4
+    assert record.details == {}
     assert record.passed is False
     assert record.relative_rms_error > 0.1
     assert record.note == "not timed: the error breaks its rule"
