@@ -72,10 +72,10 @@ def fused_rope_attention(
     explicit axes of a mesh, or under shard_map, there also with all arguments split by calls, each
     device runs its own.
     """
-    plan, (q, k, v, *angles) = _plan(
+    options, (q, k, v, *angles) = _prepare(
         (q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
-    return _run(plan, (q[:, None], k[:, None], v[:, None]), *angles)
+    return _run(options, (q, k, v), *angles)
 
 
 def fused_rope_attention_qkvpacked(
@@ -94,14 +94,14 @@ def fused_rope_attention_qkvpacked(
     That is what a QKV projection writes; it is neither split nor copied. Everything else is as in
     fused_rope_attention.
     """
-    plan, (qkv, *angles) = _plan(
+    options, (qkv, *angles) = _prepare(
         (qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
-    return _run(plan, (qkv,), *angles)
+    return _run(options, (qkv,), *angles)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Options:
     """All that is static about a call."""
 
     max_seqlen: int
@@ -110,7 +110,7 @@ class _Plan:
     implementation: str
 
 
-def _plan(
+def _prepare(
     arrays: tuple[jax.Array, ...],
     names: tuple[str, ...],
     cos: jax.Array,
@@ -120,7 +120,7 @@ def _plan(
     scale: float | None,
     fuse: str,
     implementation: str,
-) -> tuple[_Plan, list[jax.Array]]:
+) -> tuple[_Options, list[jax.Array]]:
     """Check a call's arguments; returns all that is static about it, and its arrays as JAX's."""
     # Before numbers of 64 bits, NumPy's default, become JAX's of 32.
     check_arguments(arrays, names, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
@@ -139,12 +139,12 @@ def _plan(
     if implementation == "auto" and not have_tensor_cores():
         implementation = "reference"
     scale = head_dim**-0.5 if scale is None else float(scale)
-    return _Plan(max_seqlen, scale, fuse, implementation), [*arrays, cos, sin, cu_seqlens]
+    return _Options(max_seqlen, scale, fuse, implementation), [*arrays, cos, sin, cu_seqlens]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    plan: _Plan,
+    options: _Options,
     qkv: tuple[jax.Array, ...],
     cos: jax.Array,
     sin: jax.Array,
@@ -157,12 +157,12 @@ def _attention(
     @jax.custom_batching.sequential_vmap
     def attend(qkv: tuple, cos: jax.Array, sin: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
         arguments = (qkv, cos, sin, cu_seqlens)
-        reference = functools.partial(_reference, plan)
-        kernel = functools.partial(_kernel, plan, False)
-        interpreted = functools.partial(_kernel, plan, True)
-        if plan.implementation == "reference":
+        reference = functools.partial(_reference, options)
+        kernel = functools.partial(_kernel, options, False)
+        interpreted = functools.partial(_kernel, options, True)
+        if options.implementation == "reference":
             return reference(*arguments)
-        if plan.implementation == "auto":
+        if options.implementation == "auto":
             return jax.lax.platform_dependent(*arguments, cuda=kernel, default=reference)
         return jax.lax.platform_dependent(*arguments, cuda=kernel, cpu=interpreted)
 
@@ -174,15 +174,15 @@ def have_tensor_cores() -> bool:
     return all(float(gpu.compute_capability) >= 8.0 for gpu in local_gpus())
 
 
-def _forward(plan: _Plan, *arguments: tuple | jax.Array) -> tuple[jax.Array, tuple]:
-    return _attention(plan, *arguments), arguments
+def _forward(options: _Options, *arguments: tuple | jax.Array) -> tuple[jax.Array, tuple]:
+    return _attention(options, *arguments), arguments
 
 
-def _backward(plan: _Plan, arguments: tuple, grad: jax.Array) -> tuple:
+def _backward(options: _Options, arguments: tuple, grad: jax.Array) -> tuple:
     """The reference's gradients, from the saved arguments."""
     qkv, *rest = arguments
     *found, cos_grad, sin_grad = rope_attention_gradients(
-        grad, *_q_k_v(qkv), *rest, plan.scale, plan.max_seqlen
+        grad, *_q_k_v(qkv), *rest, options.scale, options.max_seqlen
     )
     packed = len(qkv) == 1
     qkv_grad = (jnp.stack(found, axis=1),) if packed else tuple(x[:, None] for x in found)
@@ -194,14 +194,17 @@ _attention.defvjp(_forward, _backward)
 
 # Outside of any jit it would be traced and compiled anew at each call.
 @functools.partial(jax.jit, static_argnums=0)
-def _run(plan: _Plan, *arguments: tuple | jax.Array) -> jax.Array:
-    return on_own_heads(functools.partial(_attention, plan), *arguments)
+def _run(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) -> jax.Array:
+    """Qkv is one packed [tokens, 3, heads, head_dim], or q, k, v [tokens, heads, head_dim]."""
+    qkv = qkv if len(qkv) == 1 else tuple(x[:, None] for x in qkv)
+    return on_own_heads(functools.partial(_attention, options), qkv, *rest)
 
 
 def _reference(
-    plan: _Plan, qkv: tuple, cos: jax.Array, sin: jax.Array, cu_seqlens: jax.Array
+    options: _Options, qkv: tuple, cos: jax.Array, sin: jax.Array, cu_seqlens: jax.Array
 ) -> jax.Array:
-    return rope_attention_reference(*_q_k_v(qkv), cos, sin, cu_seqlens, plan.scale, plan.max_seqlen)
+    scale, max_seqlen = options.scale, options.max_seqlen
+    return rope_attention_reference(*_q_k_v(qkv), cos, sin, cu_seqlens, scale, max_seqlen)
 
 
 def _q_k_v(qkv: tuple[jax.Array, ...]) -> Iterator[jax.Array]:
@@ -215,7 +218,7 @@ def _operands(qkv: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], tuple[
 
 
 def _kernel(
-    plan: _Plan,
+    options: _Options,
     interpret: bool,
     qkv: tuple[jax.Array, ...],
     cos: jax.Array,
@@ -223,13 +226,13 @@ def _kernel(
     cu_seqlens: jax.Array,
 ) -> jax.Array:
     (q, k, v), (q_part, k_part, v_part) = _operands(qkv)
-    if plan.fuse == "none" and len(qkv) == 1:
+    if options.fuse == "none" and len(qkv) == 1:
         q = k = _rotate(q, q_part, 2, cos, sin, interpret)
         q_part, k_part = 0, 1
     else:
-        if plan.fuse == "none":
+        if options.fuse == "none":
             q, q_part = _rotate(q, q_part, 1, cos, sin, interpret), 0
-        if plan.fuse != "qk":
+        if options.fuse != "qk":
             k, k_part = _rotate(k, k_part, 1, cos, sin, interpret), 0
 
     tokens, _, heads, head_dim = v.shape
@@ -237,25 +240,25 @@ def _kernel(
     split = head_split(head_dim)
     static = {
         "parts": (q_part, k_part, v_part),
-        "scale_log2": plan.scale * LOG2_E,
+        "scale_log2": options.scale * LOG2_E,
         "main": split.main,
         "tail": split.tail,
-        "rotate_q": plan.fuse != "none",
-        "rotate_k": plan.fuse == "qk",
+        "rotate_q": options.fuse != "none",
+        "rotate_k": options.fuse == "qk",
         "interpreted": interpret,
     }
-    if plan.max_seqlen <= window_limit(v.dtype, head_dim):
-        launch = find_launch("window", v.dtype, head_dim, plan.max_seqlen, tokens * heads)
+    if options.max_seqlen <= window_limit(v.dtype, head_dim):
+        launch = find_launch("window", v.dtype, head_dim, options.max_seqlen, tokens * heads)
         programs = segments * heads
         kernel = functools.partial(window_kernel, **static, block=launch.block)
     else:
-        name = "rotating_stream" if plan.fuse == "qk" else "stream"
-        launch = find_launch(name, v.dtype, head_dim, plan.max_seqlen, tokens * heads)
+        name = "rotating_stream" if options.fuse == "qk" else "stream"
+        launch = find_launch(name, v.dtype, head_dim, options.max_seqlen, tokens * heads)
         programs = pl.cdiv(tokens, launch.block) * heads
         kernel = functools.partial(
             stream_kernel,
             **static,
-            online=is_online(v.dtype, head_dim, plan.max_seqlen),
+            online=is_online(v.dtype, head_dim, options.max_seqlen),
             block=launch.block,
             block_k=launch.block_k,
         )
