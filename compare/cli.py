@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         default=120.0,
         metavar="N",
-        help="most time for the calls of each tower's server (default: %(default)g)",
+        help="most time for the calls of each tower from many threads (default: %(default)g)",
     )
     report = subparsers.add_parser("report", help="tables and charts from the result files")
     report.set_defaults(run=parts.run_report)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from compare import environment, results
 from compare.console import say
 from compare.errors import InputError
-from compare.report import REPORT, update_readme, write_report
+from compare.report import REPORT, read_readme, update_readme, write_report
 from compare.results import Record
 from compare.tower_workloads import INTEGRATION_WORKLOADS, TOWER_WORKLOADS
 from compare.workloads import KERNEL_WORKLOADS, choose
@@ -132,6 +132,8 @@ def run_trust(options: Namespace) -> int:
 def run_report(options: Namespace) -> int:
     """Write the report, and renew a README's results where one is named."""
     directory = options.results or results.DEFAULT_DIRECTORY
+    if options.readme is not None:
+        read_readme(options.readme)  # what cannot be renewed is refused before anything is written
     out = write_report(directory, options.out or directory / REPORT)
     say(f"Wrote {out}")
     if options.readme is not None:

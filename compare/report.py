@@ -110,24 +110,34 @@ def update_readme(readme: Path, directory: Path, report: Path) -> None:
     Raises:
         InputError: the README cannot be read or lacks the results' markers, or there are none.
     """
+    text = read_readme(readme)
+    text = _renewed(text, BEGIN, END, readme_block(readme, directory, report))
+    text = _renewed(text, GLANCE_BEGIN, GLANCE_END, glance_block(directory))
+    results.write_text(text, readme)
+
+
+def read_readme(readme: Path) -> str:
+    """A README whose results can be renewed.
+
+    Raises:
+        InputError: it cannot be read, or lacks the results' markers.
+    """
     try:
         text = readme.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"cannot read {readme}: {getattr(error, 'strerror', None) or error}"
         ) from None
-    renewed = _renewed(text, BEGIN, END, readme_block(readme, directory, report))
-    if renewed is None:
+    if END not in text.partition(BEGIN)[2]:
         raise InputError(f"{readme} has no {BEGIN} followed by {END}")
-    glance = _renewed(renewed, GLANCE_BEGIN, GLANCE_END, glance_block(directory))
-    results.write_text(renewed if glance is None else glance, readme)
+    return text
 
 
-def _renewed(text: str, begin: str, end: str, block: str) -> str | None:
-    """The text with another block between two markers; None where they are not there."""
+def _renewed(text: str, begin: str, end: str, block: str) -> str:
+    """The text with another block between two markers, if they are there."""
     before, begun, rest = text.partition(begin)
     _, ended, after = rest.partition(end)
-    return f"{before}{begin}\n{block}\n{end}{after}" if begun and ended else None
+    return f"{before}{begin}\n{block}\n{end}{after}" if begun and ended else text
 
 
 def glance_block(directory: Path) -> str:

@@ -4,6 +4,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from compare import huggingface, trust_inputs, trust_kernels, trust_server
 from compare.console import print_table, progress
 from compare.environment import has_gpu
@@ -97,9 +99,10 @@ def check_trust(
 def _kernel_record(check: Check, subject: Subject, sizes: Sizes) -> Record:
     cases, findings = 0, []
     try:
-        for finding in check.run(subject, sizes):
-            cases += 1
-            findings += [finding] if finding else []
+        with np.errstate(all="ignore"):  # NaN and infinity are meant, Triton's interpreter is NumPy
+            for finding in check.run(subject, sizes):
+                cases += 1
+                findings += [finding] if finding else []
     except Exception as error:  # a kernel that fails is a finding: the others still count
         findings.append(one_line(error))
     return _record(check.name, subject.name, check.tried.format(sizes), cases, findings)

@@ -47,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         _check_files(options.images, options.out)
+        image_config = _image_config(options)
         tower = flax_models.load_vision_tower(
             options.checkpoint, options.dtype, device=options.device
         )
-        image_config = _image_config(options)
         arrays = _encode_images(tower, image_config, options)
         _write(options.out, arrays, [str(path) for path in options.images])
         tokens = sum(len(rows) for name, rows in arrays.items() if name.startswith("embeddings_"))

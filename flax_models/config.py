@@ -40,7 +40,8 @@ class VisionConfig:
             windows. Indices past the last block name no block and are ignored, as Hugging Face
             does.
         num_position_embeddings: entries of Qwen3-VL's square table of learned positions, else None.
-        deepstack_visual_indexes: the blocks after which Qwen3-VL takes DeepStack features.
+        deepstack_visual_indexes: the blocks after which Qwen3-VL takes DeepStack features. Of
+            indices past the last block none are taken, as Hugging Face does.
         norm_eps: of every norm; fixed in Hugging Face's towers, so no config.json holds it.
 
     Raises:
@@ -119,10 +120,9 @@ class VisionConfig:
         if not self.family.position_table:
             self._check_absent("deepstack_visual_indexes", ())
         blocks = self.deepstack_visual_indexes
-        if len(set(blocks)) < len(blocks) or max(blocks, default=0) >= self.depth:
+        if len(set(blocks)) < len(blocks):
             raise ValueError(
-                f"deepstack_visual_indexes must be different blocks of the {self.depth} there are, "
-                f"got {list(blocks)}"
+                f"deepstack_visual_indexes must be different blocks, got {list(blocks)}"
             )
 
     def _check_blocks(self, name: str) -> None:

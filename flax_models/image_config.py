@@ -135,10 +135,11 @@ class ImageConfig:
 def _read_settings(directory: Path) -> tuple[Path, dict[str, Any] | None]:
     """The image processor's settings and their file; None where the checkpoint has neither."""
     path = directory / _PROCESSOR_FILE
-    if path.is_file() and "image_processor" in (content := read_json_object(path)):
-        if not isinstance(content["image_processor"], dict):
+    settings = read_json_object(path).get("image_processor") if path.is_file() else None
+    if settings is not None:
+        if not isinstance(settings, dict):
             raise CheckpointError(f"'image_processor' in {path} is not a JSON object")
-        return path, content["image_processor"]
+        return path, settings
     path = directory / _IMAGE_PROCESSOR_FILE
     return path, read_json_object(path) if path.is_file() else None
 

@@ -3,7 +3,7 @@
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,31 +72,25 @@ def preprocess(
 
     Raises:
         ImageError: no images; an unreadable file, one of a format other than AVIF, BMP, GIF, JPEG,
-            JPEG 2000, MPO, PNG, PPM, TIFF and WebP; more than 89 million pixels, or than 8 bits a
-            channel, of which Hugging Face makes white all from 255 up; an array of another shape or
-            dtype; frames of different sizes; sides whose ratio passes 200.
+            JPEG 2000, MPO, PNG, PPM, TIFF and WebP; more than 89 million pixels; grey levels of
+            more than 8 bits, of which Hugging Face makes white all from 255 up (of colours Pillow
+            itself takes the upper 8); an array of another shape or dtype; frames of different
+            sizes; sides whose ratio passes 200.
     """
     config = config or ImageConfig()
     items = _as_items(images)
     if not items:
         raise ImageError("no images were given")
     patch, temporal_patch = config.patch_size, config.temporal_patch_size
-    factor = patch * config.merge_size
     patches = []
     grids = []
     for number, item in enumerate(items):
-        frames = _load_frames(item, f"image {number}")
+        name = f"image {number}"
+        frames = _resize(_load_frames(item, name), name, config)
+        frames += frames[-1:] * (-len(frames) % temporal_patch)
         width, height = frames[0].size
-        try:
-            height, width = smart_resize(
-                height, width, factor, config.min_pixels, config.max_pixels
-            )
-        except ImageError as error:
-            raise ImageError(f"image {number}: {error}") from None
-        resized = [frame.resize((width, height), Image.Resampling.BICUBIC) for frame in frames]
-        resized += resized[-1:] * (-len(frames) % temporal_patch)
-        patches.append(_cut_patches(resized, patch, temporal_patch, config.merge_size))
-        grids.append((len(resized) // temporal_patch, height // patch, width // patch))
+        patches.append(_cut_patches(frames, patch, temporal_patch, config.merge_size))
+        grids.append((len(frames) // temporal_patch, height // patch, width // patch))
     return _normalise(config, patches), np.array(grids, dtype=np.int64)
 
 
@@ -156,22 +150,40 @@ def _as_items(images: Any) -> list[Any]:
     raise ImageError(f"expected an image, a clip or a list of them, got {_kind(images)}")
 
 
-def _load_frames(item: Any, name: str) -> list[Image.Image]:
-    """RGB frames of one image or clip, all of one size."""
+def _resize(frames: Iterable[Image.Image], name: str, config: ImageConfig) -> list[Image.Image]:
+    """Frames of one size, each resized before the next is asked for: a clip's may fill memory."""
+    resized: list[Image.Image] = []
+    for frame in frames:
+        if not resized:
+            factor = config.patch_size * config.merge_size
+            limits = config.min_pixels, config.max_pixels
+            try:
+                height, width = smart_resize(frame.height, frame.width, factor, *limits)
+            except ImageError as error:
+                raise ImageError(f"{name}: {error}") from None
+        resized.append(frame.resize((width, height), Image.Resampling.BICUBIC))
+    return resized
+
+
+def _load_frames(item: Any, name: str) -> Iterator[Image.Image]:
+    """RGB frames of one image or clip, all of one size, each loaded when it is asked for."""
     if isinstance(item, np.ndarray) and item.ndim == 4:
         item = list(item)
     if not isinstance(item, list | tuple):
-        return [_load_frame(item, name)]
-    frames = [_load_frame(frame, f"frame {i} of {name}") for i, frame in enumerate(item)]
-    if not frames:
+        yield _load_frame(item, name)
+        return
+    if not item:
         raise ImageError(f"{name} is a clip without frames")
-    for i, frame in enumerate(frames):
-        if frame.size != frames[0].size:
+    size = None
+    for i, frame in enumerate(item):
+        loaded = _load_frame(frame, f"frame {i} of {name}")
+        size = size or loaded.size
+        if loaded.size != size:
             raise ImageError(
-                f"frames of {name} must have one size; (width, height) of frame 0 is "
-                f"{frames[0].size}, of frame {i} {frame.size}"
+                f"frames of {name} must have one size; (width, height) of frame 0 is {size}, "
+                f"of frame {i} {loaded.size}"
             )
-    return frames
+        yield loaded
 
 
 def _load_frame(frame: Any, name: str) -> Image.Image:

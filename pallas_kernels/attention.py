@@ -56,9 +56,9 @@ def fused_rope_attention(
             else "none", or "q" where rotary_dim < head_dim and head_dim is a multiple of 16.
         implementation: "triton" is the kernel on Pallas' Triton backend (on a CPU: in Pallas'
             interpreter, which needs jax_enable_x64 off, check_vma=False under shard_map, and heads
-            that are split where an explicit mesh is set), "reference" plain jnp; "auto" the kernel
-            where the computation runs on a CUDA GPU of compute capability 8.0 or newer, else the
-            reference.
+            that are split over all axes of an explicit mesh that is set), "reference" plain jnp;
+            "auto" the kernel where the computation runs on a CUDA GPU of compute capability 8.0 or
+            newer, else the reference.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of q; exactly 0 for padding.

@@ -178,6 +178,11 @@ WRONG_IN_BOTH = {
         ValueError,
         r"scale must be from 2\*\*-100 to 2\*\*100 or None, got 0\.0",
     ),
+    "scale of zero in fp16": (
+        {"scale": np.float16(0)},
+        ValueError,
+        r"scale must be from 2\*\*-100 to 2\*\*100 or None, got .*0\.0",
+    ),
     "negative scale": (
         {"scale": -0.25},
         ValueError,

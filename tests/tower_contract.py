@@ -312,6 +312,16 @@ class HuggingFaceContract:
         ours = side_by_side(tower(patches, grid), self.numpy)
         assert relative_error(ours, hugging_face(patches, grid)) < FP32_TOLERANCE
 
+    def test_features_of_blocks_that_are_not_there(self, tmp_path):
+        indexes = (1, SMALL_TOWERS["qwen3_vl"].depth)
+        config = replace(SMALL_TOWERS["qwen3_vl"], deepstack_visual_indexes=indexes)
+        save_hugging_face_tower(tmp_path, config)
+        patches, grid = random_patches(config, GRIDS["clip"]), GRIDS["clip"]
+        ours = self.load(tmp_path, "float32")(patches, grid)
+        assert len(ours[1]) == 1
+        theirs = HuggingFaceTower(tmp_path)(patches, grid)
+        assert relative_error(side_by_side(ours, self.numpy), theirs) < FP32_TOLERANCE
+
     def test_bf16_is_no_further_from_fp32_than_hugging_face_is(
         self, config, directory, hugging_face
     ):

@@ -196,7 +196,8 @@ def _check_strides(name: str, x: torch.Tensor) -> None:
 def _is_scale(scale: Any) -> bool:
     """Whether it lies within SCALES; False where that cannot be told, as of a string."""
     try:
-        return bool(scale >= SCALES[0]) and float(scale) <= SCALES[1]
+        # Not by its own type, in which the limits may be 0 or infinity.
+        return bool(scale > 0) and SCALES[0] <= float(scale) <= SCALES[1]
     except (TypeError, ValueError, RuntimeError, OverflowError):  # several values, or 10**400
         return False
 

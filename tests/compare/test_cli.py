@@ -301,6 +301,35 @@ def test_control_c_is_no_traceback(without_gpu, monkeypatch, capsys):
     monkeypatch.setattr(parts, "run_everything", interrupt)
     monkeypatch.setattr(environment, "configure", lambda: None)
     monkeypatch.setattr("sys.argv", ["compare"])
-    with pytest.raises(SystemExit, match=r"^130$"):
-        runpy.run_path(ROOT / "compare" / "__main__.py", run_name="__main__")
+    monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)
+    exits = []
+    monkeypatch.setattr("os._exit", exits.append)
+    runpy.run_path(ROOT / "compare" / "__main__.py", run_name="__main__")
+    assert exits == [130]
     assert capsys.readouterr().err == "compare: interrupted\n"
+
+
+DROPPED = """
+import sys, time
+from compare.__main__ import interrupt_again
+
+class Dropping:
+    def __del__(self):
+        raise KeyboardInterrupt
+
+sys.unraisablehook = interrupt_again
+try:
+    Dropping()
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("came again")
+"""
+
+
+def test_an_interrupt_that_python_drops_comes_again():
+    run = subprocess.run(
+        [sys.executable, "-c", DROPPED],
+        cwd=ROOT, check=True, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert run.stdout == "came again\n"
+    assert run.stderr == ""

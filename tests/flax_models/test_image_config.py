@@ -116,8 +116,9 @@ def test_what_hugging_face_saves(checkpoint):
     whole["image_processor"]["size"]["longest_edge"] = 8192
     (directory / "processor_config.json").write_text(json.dumps(whole))
     assert ImageConfig.from_pretrained(directory).max_pixels == 8192
-    (directory / "processor_config.json").write_text(json.dumps({"processor_class": "P"}))
-    assert ImageConfig.from_pretrained(directory) == config
+    for settings in ({"processor_class": "P"}, {"image_processor": None}):
+        (directory / "processor_config.json").write_text(json.dumps(settings))
+        assert ImageConfig.from_pretrained(directory) == config
 
 
 @pytest.mark.parametrize(

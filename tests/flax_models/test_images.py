@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
-from flax_models import ImageConfig, ImageError, VisionConfig, preprocess
+from flax_models import ImageConfig, ImageError, VisionConfig, images, preprocess
 from flax_models.images import smart_resize
 from tests.hostile import examples
 
@@ -251,6 +251,18 @@ def test_one_input_in_all_its_forms(tmp_path):
         pixel_values, grid = preprocess(form)
         np.testing.assert_array_equal(pixel_values, expected)
         np.testing.assert_array_equal(grid, grid_thw)
+
+
+def test_a_clips_frames_are_not_in_memory_at_once(tmp_path, monkeypatch):
+    """Each is resized before the next is loaded."""
+    path = tmp_path / "frame.png"
+    Image.fromarray(photograph(60, 80)).save(path)
+    events = []
+    load, resize = images._to_rgb, Image.Image.resize
+    monkeypatch.setattr(images, "_to_rgb", lambda *a, **k: events.append("load") or load(*a, **k))
+    monkeypatch.setattr(Image.Image, "resize", lambda *a: events.append("resize") or resize(*a))
+    preprocess([[path] * 3])
+    assert events == ["load", "resize"] * 3
 
 
 def test_a_single_array_of_frames_is_a_clip():
