@@ -174,7 +174,7 @@ class VisionTower(nn.Module):
     def _choose_bucket(self, grid_thw: Any) -> tuple[np.ndarray, Bucket]:
         """The grid, checked and on the host, and the bucket that it fits in."""
         if isinstance(grid_thw, torch.Tensor):
-            grid_thw = grid_thw.cpu()
+            grid_thw = grid_thw.detach().cpu()
         grid = as_grid(self.config, grid_thw)
         return grid, choose_bucket(self.config, grid, self.token_buckets)
 
@@ -262,7 +262,7 @@ def load_vision_tower(
     on_gpu = target.type == "cuda"
     if cuda_graphs and not on_gpu:
         raise ValueError(f"cuda_graphs=True needs a tower on a CUDA GPU, got device '{target}'")
-    recordable = on_gpu and runs_kernel(target, implementation)
+    recordable = runs_kernel(target, implementation) and on_gpu
     if cuda_graphs and not recordable:
         raise ValueError(f"cuda_graphs=True needs the kernels, got {implementation=}")
     cuda_graphs = recordable if cuda_graphs is None else cuda_graphs

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from triton_kernels.calls import Rotation, plan
-from triton_kernels.checks import Form, check_arguments, form_of
+from triton_kernels.checks import MAX_TOKENS, Form, check_arguments, form_of
 from triton_kernels.dispatch import goes_unseen
 from triton_kernels.launch import auto_fuse, launch_source
 from triton_kernels.reference import rope_attention_reference
@@ -68,7 +68,7 @@ def fused_rope_attention(
         (q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = max_seqlen, scale, fuse, implementation
+    options = _bound(max_seqlen), scale, fuse, implementation
     if form is not None and goes_unseen((q, k, v, cos, sin)):
         return attend(q, k, v, cos, sin, cu_seqlens, *options, form)
     varlen = torch.ops.fused_rope_attention.varlen.default
@@ -95,11 +95,16 @@ def fused_rope_attention_qkvpacked(
         (qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
     scale = qkv.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = max_seqlen, scale, fuse, implementation
+    options = _bound(max_seqlen), scale, fuse, implementation
     if form is not None and goes_unseen((qkv, cos, sin)):
         return attend(*qkv.unbind(1), cos, sin, cu_seqlens, *options, form)
     qkvpacked = torch.ops.fused_rope_attention.qkvpacked.default
     return qkvpacked(qkv, cos, sin, cu_seqlens, *options)
+
+
+def _bound(max_seqlen: int | None) -> int | None:
+    """A bound that PyTorch's operators take, whose integers have 64 bits."""
+    return min(max_seqlen, MAX_TOKENS) if isinstance(max_seqlen, int) else max_seqlen
 
 
 def runs_kernel(device: torch.device, implementation: str) -> bool:

@@ -84,7 +84,8 @@ def check_arguments(
     """
     # int comes first: asking the abstract class takes longer.
     ints = (int, torch.SymInt, Integral)
-    if max_seqlen is not None and (not isinstance(max_seqlen, ints) or max_seqlen < 0):
+    is_bound = isinstance(max_seqlen, ints) and _holds(max_seqlen >= 0)
+    if max_seqlen is not None and not is_bound:
         raise ValueError(f"max_seqlen must be an int of at least 0 or None, got {max_seqlen!r}")
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
         raise ValueError(f"scale must be a number, as it gets no gradient, got {scale!r}")

@@ -178,6 +178,12 @@ def test_devices_that_pytorch_does_not_have(directory, device):
         load_vision_tower(directory, device=device)
 
 
+def test_a_kernel_that_cannot_run_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("triton_kernels.attention.INTERPRETED", False)
+    with pytest.raises(ValueError, match="implementation='triton' needs tensors on a CUDA GPU"):
+        load_vision_tower(tmp_path, torch.float32, "cpu", implementation="triton")
+
+
 @pytest.mark.parametrize("config", ["head_dim_16"], indirect=True)
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_kernel_and_reference_agree_in_the_tower(config, tower, directory, implementation):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.integrations.hugging_face import (
     CLASSES,
@@ -152,19 +153,68 @@ def test_a_size_is_planned_once(family):
     assert plan._plan.cache_info().misses == 2
 
 
+class Waits(TorchDispatchMode):
+    """Counts the values that the host reads from tensors, on a GPU a wait each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, called, types, args=(), kwargs=None):
+        self.count += called is torch.ops.aten._local_scalar_dense.default
+        return called(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not plan.PRECOMPUTED, reason="this transformers takes no precomputed values")
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+@every_family
+def test_a_planned_call_waits_for_nothing(family, attention):
+    tower = make_tower(family)
+    tower.config._attn_implementation = attention
+    accelerate(tower)
+    pixels, grid = random_inputs(tower, GRIDS["clip"])
+    with torch.no_grad():
+        tower(pixels, grid)
+        with Waits() as waits:
+            tower(pixels, grid)
+    assert waits.count == 0
+
+
+@pytest.mark.filterwarnings("ignore")  # a trace warns of all that it takes for constant
+@every_family
+def test_a_trace_leaves_plans_as_they_are(family):
+    tower = accelerate(make_tower(family))
+    inputs = random_inputs(tower, GRIDS["clip"])
+
+    class Embeddings(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tower = tower
+
+        def forward(self, *inputs):
+            return tensors_of(self.tower(*inputs))[0]
+
+    with torch.no_grad():
+        expected = Embeddings()(*inputs)
+        plan._plan.cache_clear()
+        traced = torch.jit.trace(Embeddings(), inputs, check_trace=False)
+        for result in (traced(*inputs), Embeddings()(*inputs)):
+            assert relative_error(result, expected) < FP32_TOLERANCE
+
+
 def test_a_block_can_be_called_alone():
     tower = make_tower("qwen2_5")
     hidden = torch.randn(40, 64, device=DEVICE)
     angles = torch.rand(40, 8, device=DEVICE).repeat(1, 2)
     call = {
-        "cu_seqlens": torch.tensor([0, 24, 40], dtype=torch.int32, device=DEVICE),
         "position_embeddings": (angles.cos(), angles.sin()),
     }
+    bounds = torch.tensor([0, 24, 40], device=DEVICE)
     with torch.no_grad():
-        expected = [block(hidden, **call) for block in tower.blocks]
-        results = [block(hidden, **call) for block in accelerate(tower).blocks]
-    for result, exact in zip(results, expected, strict=True):
-        assert relative_error(result, exact) < FP32_TOLERANCE
+        expected = [block(hidden, cu_seqlens=bounds.int(), **call) for block in tower.blocks]
+        accelerate(tower)
+        for cu_seqlens in (bounds.int(), bounds):  # a caller's own may be int64
+            results = [block(hidden, cu_seqlens=cu_seqlens, **call) for block in tower.blocks]
+            for result, exact in zip(results, expected, strict=True):
+                assert relative_error(result, exact) < FP32_TOLERANCE
 
 
 # Once for windows, and once for each power of two that bounds a frame: 256 and 128.

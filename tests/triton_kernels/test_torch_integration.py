@@ -94,6 +94,33 @@ def test_compiles_once_whatever_sizes_the_values_decide():
     assert backend.frame_count == 1
 
 
+class BoundOfValues(torch.nn.Module):
+    """Attention whose bound on a segment's length is read from cu_seqlens."""
+
+    def forward(self, *arguments):
+        return attend(True, *arguments, max_seqlen=arguments[-1].diff().max().item())
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_compiles_and_exports_with_a_bound_that_the_values_decide():
+    torch.compiler.reset()
+    compiled = torch.compile(BoundOfValues(), fullgraph=True, backend="aot_eager")
+    exported = torch.export.export(BoundOfValues(), tuple(arguments_of(True))).module()
+    for lengths in ((5, 9), (12, 2)):
+        arguments = arguments_of(True, lengths)
+        expected = attend(True, *arguments)
+        for function in (compiled, exported):
+            torch.testing.assert_close(function(*arguments), expected, rtol=0, atol=0)
+
+
+@both_forms
+def test_a_bound_beyond_pytorchs_integers(packed):
+    arguments = arguments_of(packed, requires_grad=True)
+    result = attend(packed, *arguments, max_seqlen=2**64)
+    expected = attend(packed, *arguments_of(packed), max_seqlen=2**30)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
 def test_exports_whatever_sizes_the_values_decide():
     exported = torch.export.export(OfKept(), inputs_of_kept((5, 9, 1, 3)))
     other = inputs_of_kept((4, 0, 0, 14))

@@ -115,7 +115,7 @@ class FusedAttention(StandIn):
             self.qkv(hidden_states).view(tokens, 3, self.num_heads, self.head_dim),
             cos,
             sin,
-            cu_seqlens.to(hidden_states.device),
+            cu_seqlens.to(hidden_states.device, torch.int32),
             max_seqlen=self.longest_window or longest_frame or max_seqlen,
             scale=self.scaling,
         )

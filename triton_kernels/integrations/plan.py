@@ -26,6 +26,14 @@ except ImportError:
 else:
     PRECOMPUTED = True
 
+# Towers of 5.24 ask for bounds, and measure them for flash attention where they are given none.
+try:
+    from transformers.utils.generic import get_max_seqlen  # noqa: F401
+except ImportError:
+    BOUNDED = False
+else:
+    BOUNDED = True
+
 # A plan takes less than 70 bytes a token, the hidden state of one layer 2,000 and more.
 _PLANS = 8
 
@@ -82,7 +90,7 @@ def plan_call(tower: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]
     grid_thw = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
     if not isinstance(grid_thw, torch.Tensor) or "cu_seqlens" in kwargs:
         return None
-    plan = _plan_of_grid(Geometry.of(tower), grid_thw, next(tower.parameters()).device)
+    plan = _plan_of_grid(Geometry.of(tower), grid_thw, tower.patch_embed.proj.weight.device)
     return args, plan | kwargs
 
 
@@ -94,9 +102,12 @@ def _plan_of_grid(geometry: Geometry, grid_thw: torch.Tensor, device: torch.devi
 @functools.lru_cache(maxsize=_PLANS)
 def _plan(geometry: Geometry, grid: Grid, device: torch.device) -> dict[str, Any]:
     # A power of two, because torch.compile compiles anew for another bound.
-    plan: dict[str, Any] = {
-        "longest_frame": next_power_of_2(max((h * w for _, h, w in grid), default=1))
-    }
+    longest_frame = next_power_of_2(max((h * w for _, h, w in grid), default=1))
+    plan: dict[str, Any] = {"longest_frame": longest_frame}
+    if BOUNDED:
+        plan["max_seqlen"] = longest_frame
+        if geometry.window_size is not None:
+            plan["max_window_seqlen"] = geometry.longest_window
     if PRECOMPUTED:
         # Made outside of inference mode, since a later call may want gradients; and on the CPU,
         # whatever device the user has PyTorch create tensors on.
@@ -108,7 +119,7 @@ def _plan(geometry: Geometry, grid: Grid, device: torch.device) -> dict[str, Any
 
 def _precompute(geometry: Geometry, grid_thw: torch.Tensor) -> dict[str, torch.Tensor]:
     tensors = {
-        "cu_seqlens": get_vision_cu_seqlens(grid_thw),
+        "cu_seqlens": get_vision_cu_seqlens(grid_thw).int(),  # in a trace they are the grid's dtype
         "position_ids": get_vision_position_ids(grid_thw, geometry.merge_size),
     }
     if geometry.window_size is not None:
