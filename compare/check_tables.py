@@ -38,6 +38,15 @@ def layer_table(records: Sequence[RecordDict]) -> str:
     return table(["after", *names], list(dict.fromkeys(map(tuple, rows))))
 
 
+def trust_line(results: Results) -> str:
+    """Of how many cases, and what was wrong with which kernels and towers."""
+    cases = sum(record["cases"] for record in results.records)
+    wrong = [_outcome(record) for record in results.records if not record["passed"]]
+    return f"{cases:,} cases of hostile input, far sizes and busy servers: " + (
+        f"{'; '.join(wrong)}." if wrong else "nothing wrong."
+    )
+
+
 def trust_table(results: Results) -> str:
     """A row for each kind of stress: what was tried, cases of each kernel or tower, the outcome."""
     rows: dict[tuple[str, str], list[RecordDict]] = {}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from compare import markdown, results
-from compare.check_tables import agreement_line, layer_table, trust_table
+from compare.check_tables import agreement_line, layer_table, trust_line, trust_table
 from compare.errors import InputError, UnavailableError
 from compare.families import RecordDict, families, layer_families, ranking
 from compare.fusion_table import best_table, cells_of, times_table, verdict_line
@@ -38,9 +38,9 @@ _METHODS = {
     "longer. In brackets: share of the floor, or times as long as ours of the same framework. "
     f"{_SPREAD} PyTorch's samples are means over some 3 ms of replays, JAX's are single calls, "
     "which spread more.",
-    "fusion": "Rows: framework and head_dim; columns: tokens of a segment, of about 9,216 in all. "
-    'Clocks as in the kernels\' tables. In the chart a ring marks where "qk" begins to take longer '
-    'than "none", the grey line the longest segment for which "auto" takes it.',
+    "fusion": "Of about 9,216 tokens in all, by head_dim and tokens of a segment. Clocks as in the "
+    'kernels\' tables. In the chart a ring marks where "qk" begins to take longer than "none", the '
+    'grey line the longest segment for which "auto" takes it.',
     "towers": "Random weights at the published sizes. Wall time of whole calls, inputs on the GPU, "
     "each waited for; of calls in a row only the last is. The first call of a size, which compiles "
     "and plans, stands by itself. Floor: all products at the matrix rate and the windows' bytes at "
@@ -58,9 +58,12 @@ _REMARKS = {
     "rotate": 'Pallas\' pass is timed within a call with `fuse="none"`, whose error stands here. '
     "A negation in place, where there is one, is PyTorch's, of as many bytes in one piece.",
 }
-# What stands in the report alone: families, and tables of a tower.
+# Beside the tables of times, what stands in the report alone.
+_KERNEL_DETAILS = (ratio_table,)
+_TOWER_DETAILS = (row_table, device_table, rate_table, group_table, resource_table)
+# What a README has: charts of the main families, and a table of these.
 _DETAIL_FAMILIES = {"windows_other", "frames_other", "rotate"}
-_TOWER_DETAILS = (device_table, rate_table, group_table, resource_table)
+_README_TABLES = {"windows", "frames", "tower"}
 _MODELS = {
     "tower": "Qwen2.5-VL 7B",
     "qwen2-tower": "Qwen2-VL 7B",
@@ -153,7 +156,7 @@ def readme_block(readme: Path, directory: Path, report: Path) -> str:
     """What belongs between the markers of a README: tables and charts.
 
     The main ones of the device with the most timings, a glance at others, and links to the report,
-    which has other shapes, errors after every layer, profiles, memory and first calls too.
+    which has all the rest.
 
     Args:
         readme, directory, report: as of `update_readme`.
@@ -165,8 +168,7 @@ def readme_block(readme: Path, directory: Path, report: Path) -> str:
     link = f"[All of it]({_link(report, readme.parent)})"
     sections = [_section(folder, parts, readme.parent, full=False), link]
     for _, measured in others:
-        source = f"<sub>{_provenance(measured)}</sub>"
-        sections += [f"### {_device(measured)}", glance_table(measured), link, source]
+        sections += [f"### {_device(measured)}", glance_table(measured), link]
     return "\n\n".join(filter(None, sections))
 
 
@@ -213,10 +215,13 @@ def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) ->
     for part, measured in parts.items():
         body = bodies.get(part, _timings)
         for title, chart, text in body(measured, full):
-            lines.append(f"{level}# {title}")
-            if chart and (folder / chart).is_file():
+            drawn = chart is not None and (folder / chart).is_file()
+            if drawn or text:
+                lines.append(f"{level}# {title}")
+            if drawn:
                 lines.append(f"![{title}]({_link(folder / chart, base)})")
-            lines.append(text)
+            if text:
+                lines.append(text)
         if full and part != "trust" and (reasons := markdown.notes(measured)):
             lines.append("Without a number, and why:\n\n" + "\n".join(reasons))
     lines.append(f"<sub>{_provenance(parts)}</sub>")
@@ -245,14 +250,14 @@ def _agreement(measured: Results, full: bool) -> Iterator[tuple[str, str | None,
 
 
 def _trust(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
-    yield "Under stress", None, trust_table(measured)
+    yield "Under stress", None, trust_table(measured) if full else trust_line(measured)
 
 
 def _fusion(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
     cells = cells_of(measured.records)
-    texts = [verdict_line(cells), markdown.table(*best_table(cells))]
+    texts = [verdict_line(cells)]
     if full:
-        texts.append(markdown.table(*times_table(cells)))
+        texts += [markdown.table(*best_table(cells)), markdown.table(*times_table(cells))]
     texts.append(_METHODS["fusion"])
     yield "How much of the rotation to fuse", "fusion.svg", "\n\n".join(texts)
 
@@ -262,13 +267,13 @@ def _timings(measured: Results, full: bool) -> Iterator[tuple[str, str | None, s
     for family, workloads in families(measured).items():
         if family in _DETAIL_FAMILIES and not full:
             continue
-        if measured.part == "kernels":
-            tables = (timing_table, ratio_table)
-        else:
-            tables = (timing_table, row_table, *(_TOWER_DETAILS if full else ()))
-        texts = [table(measured, workloads) for table in tables]
-        texts.append(f"{method} {_REMARKS.get(family, '')}".strip())
-        method = ""
+        details = _KERNEL_DETAILS if measured.part == "kernels" else _TOWER_DETAILS
+        tables = (timing_table, *details) if full else (timing_table,)
+        texts = []
+        if full or family in _README_TABLES:
+            texts = [table(measured, workloads) for table in tables]
+            texts.append(f"{method} {_REMARKS.get(family, '')}".strip())
+            method = ""
         yield _title(family), f"{family}.svg", "\n\n".join(filter(None, texts))
 
 
