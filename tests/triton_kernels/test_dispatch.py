@@ -158,7 +158,9 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held):
-        return torch.Tensor._make_wrapper_subclass(cls, held.shape, held.stride(), dtype=held.dtype)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, held.stride(), dtype=held.dtype, device=held.device
+        )
 
     def __init__(self, held):
         self.held = held
