@@ -1,5 +1,6 @@
 """`python -m compare`: agreement, benchmarks and reports."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         print("compare: interrupted", file=sys.stderr, flush=True)
         # As shells report it. An end like others might crash, with the frameworks' threads at work.
         os._exit(130)

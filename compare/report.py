@@ -76,7 +76,7 @@ _TITLES = {
     "frames_other": "Whole-frame attention, other shapes",
     "rotate": "Rotation of Q and K as a pass of its own",
     **{family: f"Whole tower of {model}" for family, model in _MODELS.items()},
-    "integration": "Hugging Face's tower, untouched and accelerated",
+    "integration": "Hugging Face's tower of Qwen2.5-VL 7B, untouched and accelerated",
 }
 
 

@@ -156,6 +156,7 @@ def test_a_malformed_row_is_told_with_its_place(module, tmp_path, change, senten
         ("[]", "expected an object of devices, got list"),
         ("{}", "needs a device 'default'"),
         ('{"default": []}', "default: expected an object of compute_capability and launches"),
+        ('{"default": {"compute_capability": null, "launches": 3}}', "launches to be a list"),
         ('{"default": {"compute_capability": null, "launches": [1]}}', "row 0: expected an object"),
         (
             '{"default": {"compute_capability": null, "launches": [{"kernel": "stream"}]}}',

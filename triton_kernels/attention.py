@@ -48,8 +48,9 @@ def fused_rope_attention(
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice;
             else "none", or "q" where rotary_dim < head_dim and head_dim is a multiple of 16.
         implementation: "triton" is the kernel (on a CPU: Triton's interpreter, if
-            TRITON_INTERPRET=1 was set before Triton was imported), "reference" plain PyTorch;
-            "auto" the kernel where the tensors are on a GPU that runs it, else the reference.
+            TRITON_INTERPRET=1 was set before Triton was imported), "reference" plain PyTorch, whose
+            fp32 products are as precise as PyTorch is told to make them; "auto" the kernel where
+            the tensors are on a GPU that runs it, else the reference.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of q, contiguous; exactly 0 for padding.

@@ -232,6 +232,8 @@ class Table:
             expected = {"compute_capability", "launches"}
             if not isinstance(device, dict) or device.keys() != expected:
                 raise ValueError(f"{name}: expected an object of {' and '.join(sorted(expected))}")
+            if not isinstance(device["launches"], list):
+                raise ValueError(f"{name}: expected launches to be a list")
             rows = []
             for index, values in enumerate(device["launches"]):
                 try:
