@@ -18,6 +18,7 @@ from safetensors.numpy import save
 
 import flax_models
 from flax_models import ImageConfig, ImageError, preprocess
+from flax_models.images import check_file
 
 _DESCRIPTION = """\
 Compute the embeddings that a vision tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL makes of image files,
@@ -46,8 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        _check_files(options.images, options.out)
+        _check_output(options.out)
         image_config = _image_config(options)
+        _check_images(options.images, image_config)
         tower = flax_models.load_vision_tower(
             options.checkpoint, options.dtype, device=options.device
         )
@@ -132,7 +134,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _check_files(images: Sequence[Path], out: Path) -> None:
+def _check_images(images: Sequence[Path], image_config: ImageConfig) -> None:
     """Find now what would otherwise come to light after minutes of work."""
     for path in images:
         if not path.exists():
@@ -140,6 +142,17 @@ def _check_files(images: Sequence[Path], out: Path) -> None:
         if not path.is_file():
             kind = "directory" if path.is_dir() else "pipe or device"
             raise ImageError(f"expected an image file, got a {kind}: {path}")
+    with warnings.catch_warnings():  # what Pillow warns of is an error here
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        for path in images:
+            try:
+                check_file(path, image_config)
+            except ImageError as error:
+                raise ImageError(f"{path}: {error}") from None
+
+
+def _check_output(out: Path) -> None:
+    """Find now that the result could not be written."""
     if not out.parent.is_dir():
         raise ValueError(f"no such directory for --out: {out.parent}")
     if out.is_dir():

@@ -94,6 +94,20 @@ def preprocess(
     return _normalise(config, patches), np.array(grids, dtype=np.int64)
 
 
+def check_file(path: str | os.PathLike[str], config: ImageConfig) -> None:
+    """Look at an image file's header alone, for what `preprocess` would refuse it for.
+
+    Raises:
+        ImageError: as of `preprocess`, but for damage behind the header.
+    """
+    try:
+        with Image.open(path, formats=_readable_formats()) as opened:
+            _check_header(opened)
+            _new_size(opened, config)
+    except Exception as error:
+        raise ImageError(_reason(error)) from None
+
+
 def smart_resize(
     height: int,
     width: int,
@@ -155,14 +169,20 @@ def _resize(frames: Iterable[Image.Image], name: str, config: ImageConfig) -> li
     resized: list[Image.Image] = []
     for frame in frames:
         if not resized:
-            factor = config.patch_size * config.merge_size
-            limits = config.min_pixels, config.max_pixels
             try:
-                height, width = smart_resize(frame.height, frame.width, factor, *limits)
+                size = _new_size(frame, config)
             except ImageError as error:
                 raise ImageError(f"{name}: {error}") from None
-        resized.append(frame.resize((width, height), Image.Resampling.BICUBIC))
+        resized.append(frame.resize(size, Image.Resampling.BICUBIC))
     return resized
+
+
+def _new_size(image: Image.Image, config: ImageConfig) -> tuple[int, int]:
+    """Width and height that an image is resized to."""
+    factor = config.patch_size * config.merge_size
+    limits = config.min_pixels, config.max_pixels
+    height, width = smart_resize(image.height, image.width, factor, *limits)
+    return width, height
 
 
 def _load_frames(item: Any, name: str) -> Iterator[Image.Image]:
@@ -199,8 +219,11 @@ def _load_frame(frame: Any, name: str) -> Image.Image:
         with Image.open(frame, formats=_readable_formats()) as opened:
             return _to_rgb(opened, upright=True)
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise ImageError(f"cannot read {name}: {reason}") from None
+        raise ImageError(f"cannot read {name}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 @functools.cache
@@ -219,8 +242,8 @@ def _from_array(array: np.ndarray, name: str) -> Image.Image:
     return Image.fromarray(array)
 
 
-def _to_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
-    """Decode an image, unless its header already says that it should not be."""
+def _check_header(image: Image.Image) -> None:
+    """Refuse an image that should not be decoded."""
     pixels = image.width * image.height
     if pixels > _MAX_SOURCE_PIXELS:
         raise ImageError(f"it has {pixels:,} pixels, more than {_MAX_SOURCE_PIXELS:,}")
@@ -228,6 +251,10 @@ def _to_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
         raise ImageError(
             f"it has mode {image.mode}, more than 8 bits a channel: scale it to 0..255 first"
         )
+
+
+def _to_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
+    _check_header(image)
     if upright:
         image = _turn_upright(image)
     if image.has_transparency_data:

@@ -267,6 +267,22 @@ def test_image_of_an_absurd_shape(run, tmp_path):
     assert refused(run(images=[tmp_path / "ribbon.png"]), tmp_path, "ribbon.png", "200")
 
 
+def test_what_headers_tell_is_found_before_the_checkpoint_is_read(
+    run, images, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(flax_models, "load_vision_tower", None, raising=False)
+    Image.new("I;16", (60, 60)).save(tmp_path / "deep.png")
+    outcome = run(images=[*images, tmp_path / "deep.png"])
+    assert refused(outcome, tmp_path, "deep.png: it has mode I", "more than 8 bits")
+    assert refused(run("--max-pixels", "100"), tmp_path, "min_pixels", "above max_pixels")
+
+
+def test_a_file_that_is_damaged_behind_its_header(run, images, tmp_path):
+    content = images[0].read_bytes()
+    (tmp_path / "cut.png").write_bytes(content[: len(content) // 2])
+    assert refused(run(images=[tmp_path / "cut.png"]), tmp_path, "cut.png: cannot read image 0")
+
+
 def test_missing_checkpoint(run, tmp_path):
     assert refused(run(checkpoint=tmp_path / "nowhere"), tmp_path, "nowhere")
 
