@@ -32,10 +32,10 @@ _SPREAD = (
 )
 _METHODS = {
     "kernels": "PyTorch's times are CUDA-graph replays, JAX's the profiler's sum of a call's "
-    "kernels without the gaps between them; pallas / triton is by the profiler for both. Inputs "
-    "rotate past the L2 cache. Floor: the bytes that must move at the rate of a copy of 94 MiB, as "
-    "many as the windows of 1344 px move, or the products at the matrix rate, whichever takes "
-    "longer. In brackets: share of the floor, or times as long as ours of the same framework. "
+    "kernels without the gaps between them. Inputs rotate past the L2 cache. Floor: the bytes that "
+    "must move at the rate of a copy of 94 MiB, as many as the windows of 1344 px move, or the "
+    "products at the matrix rate, whichever takes longer. In brackets: share of the floor, or "
+    "times as long as ours of the same framework. "
     f"{_SPREAD} PyTorch's samples are means over some 3 ms of replays, JAX's are single calls, "
     "which spread more.",
     "fusion": "Of about 9,216 tokens in all, by head_dim and tokens of a segment. Clocks as in the "
@@ -58,6 +58,7 @@ _REMARKS = {
     "rotate": 'Pallas\' pass is timed within a call with `fuse="none"`, whose error stands here. '
     "A negation in place, where there is one, is PyTorch's, of as many bytes in one piece.",
 }
+_RATIOS = "pallas / triton is by the profiler for both."
 # Beside the tables of times, what stands in the report alone.
 _KERNEL_DETAILS = (ratio_table,)
 _TOWER_DETAILS = (row_table, device_table, rate_table, group_table, resource_table)
@@ -264,6 +265,8 @@ def _fusion(measured: Results, full: bool) -> Iterator[tuple[str, str | None, st
 
 def _timings(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
     method = _METHODS[measured.part]  # told once, below the first tables
+    if full and measured.part == "kernels":
+        method = f"{method} {_RATIOS}"
     for family, workloads in families(measured).items():
         if family in _DETAIL_FAMILIES and not full:
             continue

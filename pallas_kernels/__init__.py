@@ -12,7 +12,7 @@
 
 What its twin, `triton_kernels`, has no need of: `compile` and `triton_lowering` have the Triton
 package, where it is installed, compile the kernels on a GPU, and XLA launch them (else XLA does
-both); `sharding` is for heads that are split over devices.
+both); `sharding` is for heads that are split over devices along a mesh's explicit axes.
 """
 
 try:

@@ -12,8 +12,8 @@
 
 What its twin, `pallas_kernels`, has no need of: `operators` registers with `torch.library`,
 `dispatch` says when a call need not go through it, `calls` remembers what is launched for a call;
-`rotate_in_order` rotates in front of a library's attention. `integrations` is for Hugging Face's
-models.
+`rotate_in_order` and its kernel rotate in front of a library's attention. `integrations` is for
+Hugging Face's models.
 """
 
 try:
