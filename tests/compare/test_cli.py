@@ -256,8 +256,10 @@ def test_report_and_readme(tmp_path, capsys):
     assert (tmp_path / "report.md").is_file()
     assert "![" in readme.read_text()
     readme.write_bytes(b"\xff")
+    (tmp_path / "report.md").unlink()
     assert cli.main(arguments) == parts.BAD_INPUT
     assert "cannot read" in sentence(capsys)
+    assert not (tmp_path / "report.md").exists()
 
 
 FRACTION = "XLA_CLIENT_MEM_FRACTION"
