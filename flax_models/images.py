@@ -104,7 +104,7 @@ def check_file(path: str | os.PathLike[str], config: ImageConfig) -> None:
         with Image.open(path, formats=_readable_formats()) as opened:
             _check_header(opened)
             _new_size(opened, config)
-    except Exception as error:
+    except Exception as error:  # as decoders do, on damaged files
         raise ImageError(_reason(error)) from None
 
 
@@ -254,6 +254,7 @@ def _check_header(image: Image.Image) -> None:
 
 
 def _to_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
+    """Decode an image; `upright`: turned by its EXIF orientation."""
     _check_header(image)
     if upright:
         image = _turn_upright(image)

@@ -5,12 +5,12 @@ import functools
 import torch
 import triton
 
-from triton_kernels.calls import Rotation, plan
+from triton_kernels.calls import Rotation, are_aligned, plan
 from triton_kernels.checks import MAX_TOKENS, Form, check_arguments, form_of
 from triton_kernels.dispatch import goes_unseen
 from triton_kernels.launch import auto_fuse, launch_source
 from triton_kernels.reference import rope_attention_reference
-from triton_kernels.run import are_aligned, run
+from triton_kernels.run import run
 
 INTERPRETED = triton.knobs.runtime.interpret
 

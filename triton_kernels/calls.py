@@ -34,6 +34,14 @@ class TensorForm(NamedTuple):
     strides: tuple[int, ...]
 
 
+def are_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether all begin at a multiple of 16 bytes, which a form does not say."""
+    bits = 0
+    for x in tensors:
+        bits |= x.data_ptr()
+    return bits % 16 == 0
+
+
 class Rotation(NamedTuple):
     """A rotation beforehand, and the shape of what it writes: [tokens, parts, row]."""
 

@@ -8,11 +8,11 @@ import math
 import torch
 import triton
 
-from triton_kernels.calls import TensorForm, in_units, make_call, remembered
+from triton_kernels.calls import TensorForm, are_aligned, in_units, make_call, remembered
 from triton_kernels.checks import Form, form_of
 from triton_kernels.launch_table import Launch
 from triton_kernels.rotate_in_order_kernel import rotate_in_order_kernel
-from triton_kernels.run import Call, are_aligned, run
+from triton_kernels.run import Call, run
 
 # Vectors of a program, one for each thread; all shapes are alike to it.
 LAUNCH = Launch(block=256, block_k=1, num_warps=8, num_stages=1)

@@ -46,14 +46,6 @@ class Call(NamedTuple):
     binary: Binary | None
 
 
-def are_aligned(*tensors: torch.Tensor) -> bool:
-    """Whether all begin at a multiple of 16 bytes, which a form does not say."""
-    bits = 0
-    for x in tensors:
-        bits |= x.data_ptr()
-    return bits % 16 == 0
-
-
 # One for each kind of call, however many sizes there are: no size is in the key.
 @functools.cache
 def binary_of(
