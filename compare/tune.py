@@ -159,7 +159,8 @@ def _prepare(twin: Twin, case: Case, table: Any, workload: KernelWorkload) -> Ke
     )
 
     def call(*arguments: Any) -> Any:
-        with twin.launch.launching_by(table):
+        # Nothing else is tuned than the table's kernels.
+        with twin.launch.launching_by(table, specialized=False):
             return attend(*arguments)
 
     if twin.framework == "torch":

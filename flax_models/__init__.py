@@ -1,4 +1,4 @@
-"""Vision towers in Flax NNX, and what a tower needs that is no framework's.
+"""Vision towers in Flax NNX, and what a tower of any framework needs.
 
 Importing this package imports NumPy but neither JAX nor PyTorch: the tower itself is imported when
 one of its names is first used.

@@ -1,7 +1,7 @@
 """The layers of the vision towers in Flax NNX; what differs between families is `config.family`'s.
 
 Every layer takes and returns [tokens, channels] in the tower's dtype; sums within it are fp32.
-Neither ranks nor dtypes are left for JAX to promote, which a program may forbid it.
+No rank or dtype is left for JAX to promote, since a program may forbid promotion.
 Parameters have the names of `tower_weights` and placeholder values until they are loaded.
 """
 

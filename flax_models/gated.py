@@ -1,15 +1,15 @@
-"""An MLP's gated activation that applies the norm before the MLP on its way.
+"""An MLP's gated activation, which also applies the norm before the MLP.
 
 An RMSNorm divides each row x by its root mean square and multiplies the channels by weights. The
-weights can be part of the product behind it, and what all of a row is divided by can wait:
+weights can be folded into the next product, and the division of the whole row can wait:
 
     norm(x) W^T = x (W diag(weights))^T / rms(x)
 
-So the product takes the residual stream as it is. The activation, which reads every row of the
-product in any case, divides; and the pass over memory that a norm of its own takes is saved.
+So the product takes the residual stream as it is, and the activation, which reads every row of the
+product anyway, divides. This saves the pass over memory that a separate norm takes.
 
-The bias of gate and up comes behind the norm, so it is added here. So is what the stream lacks of
-the attention's output, its bias: a product that adds one at its end is up to an eighth slower on an
+The bias of gate and up comes after the norm, so it is added here. So is the bias of the attention's
+output, which the stream lacks: a product that adds one at its end is up to an eighth slower on an
 H200 (compare/results/nvidia-h200/late-norm.json). How both get into the stream, `tower_weights`
 says.
 

@@ -1,7 +1,7 @@
-"""Rows added to an array, and its first rows without a compilation for every number of them.
+"""Adding rows to an array, and taking its first rows without a compilation for each number of rows.
 
-XLA's shapes are static: `array[:rows]` is a program of its own for each `rows`, and images of any
-size make any number. Through DLPack the same memory passes for an array of fewer rows.
+XLA's shapes are static: `array[:rows]` is a separate program for each `rows`, and images of any
+size make any number. DLPack lets the same memory pass for an array of fewer rows.
 """
 
 import ctypes

@@ -1,18 +1,18 @@
 """Fused 2D-RoPE attention over variable-length segments, in JAX Pallas.
 
 - The contract: `attention` (the public functions: choose the kernel and how much to fuse, launch),
-  `checks` (what is accepted, and what is said otherwise), `reference` (the unfused computation: CPU
+  `checks` (what is accepted, and the errors otherwise), `reference` (the unfused computation: CPU
   path, differentiable path).
 - The kernels: `window_kernel` (a whole short segment in one tile), `stream_kernel` (long segments:
-  query blocks, and the segments that reach into them), `softmax` (a segment's keys, block by block,
-  for it), `rotate_kernel` (rotation as a pass of its own), `tiles` (loading and rotating a tile,
-  which they share).
+  query blocks, and the segments that reach into them), `softmax` (its loop over a segment's keys,
+  block by block), `rotate_kernel` (rotation as a pass of its own), `tiles` (loading and rotating a
+  tile, which they share).
 - Launching: `launch` (block sizes, warps, stages, registers, from `launches.json`), `launch_table`
   (what that holds, and how a launch is found in it), `run`.
 
-What its twin, `triton_kernels`, has no need of: `compile` and `triton_lowering` have the Triton
-package, where it is installed, compile the kernels on a GPU, and XLA launch them (else XLA does
-both); `sharding` is for heads that are split over devices along a mesh's explicit axes.
+Only here, not in its twin `triton_kernels`: `compile` and `triton_lowering` let the Triton package,
+where it is installed, compile the kernels on a GPU for XLA to launch (else XLA does both);
+`sharding` is for heads that are split over devices along a mesh's explicit axes.
 """
 
 try:

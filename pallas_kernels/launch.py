@@ -19,7 +19,9 @@ from pallas_kernels.launch_table import Gpu, Launch, Shape, Table, next_power_of
 
 TABLE_FILE = Path(__file__).with_name("launches.json")
 _PACKAGED = Table.read(TABLE_FILE)
-_table = jax.make_user_context(_PACKAGED)  # JAX traces anew for another
+# JAX traces anew for others.
+_table = jax.make_user_context(_PACKAGED)
+_specialized = jax.make_user_context(True)
 
 
 class HeadSplit(NamedTuple):
@@ -92,8 +94,16 @@ def gpu() -> Gpu | None:
     return Gpu(first.device_kind + suffix, first.compute_capability + suffix)
 
 
+def may_specialize() -> bool:
+    """Whether the specialised kernel may take the stream kernel's place."""
+    return _specialized.value
+
+
 @contextlib.contextmanager
-def launching_by(table: Table) -> Iterator[None]:
-    """Within the context, this thread takes its launches from another table than the package's."""
-    with _table(table):
+def launching_by(table: Table, specialized: bool = True) -> Iterator[None]:
+    """Within the context, this thread takes its launches from another table than the package's.
+
+    specialized: whether the specialised kernel, which is in no table, may be launched.
+    """
+    with _table(table), _specialized(specialized):
         yield

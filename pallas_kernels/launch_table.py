@@ -1,9 +1,9 @@
 """The table of launches: what `launches.json` holds and how a call's launch is found in it.
 
 The file has an object for each GPU by name, and "default" for every other. Its `launches` are rows,
-the more particular ones first: the first whose conditions all hold is taken, and where none does,
-the first of "default". A condition that a row leaves out always holds. `compute_capability` lets a
-GPU that is not in the table use the rows of one of its generation.
+the more specific ones first: the first whose conditions all hold is taken or, if there is none, the
+first such row of "default". A condition that a row leaves out always holds.
+`compute_capability` lets a GPU that is not in the table use the rows of one of its generation.
 
 This file is the same in both kernel packages, which do not import each other.
 """

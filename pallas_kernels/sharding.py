@@ -1,8 +1,8 @@
-"""Heads that are split over devices, along axes of a mesh that are explicit, as by default.
+"""Heads that are split over devices along explicit axes of a mesh, the default kind.
 
-There an array's type says how it is split, and a kernel, written for the arrays of one device,
-cannot be traced with such types. Axes of other kinds are in no type. Under shard_map a type says
-over which axes an array varies from device to device.
+An array's type names the explicit axes that it is split along, and a kernel, written for the arrays
+of one device, cannot be traced with such types. Axes of other kinds are in no type. Under shard_map
+a type says over which axes an array varies from device to device.
 """
 
 from collections.abc import Callable

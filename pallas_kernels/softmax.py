@@ -1,13 +1,13 @@
 """Softmax over a segment's keys, block by block: what the stream kernel does with one segment.
 
 A row's softmax is the same whatever is subtracted from its logits, as long as the exponentials fit
-into their formats. So each row has one reference, which is subtracted from all of its logits: the
-largest among the segment's first block of keys. No other block needs its own maximum, nor the sums
-a new scale (FlashDecoding++, https://arxiv.org/abs/2311.01282). A row that its reference does not
-fit, later logits being far larger, is computed again, by online softmax, whose maximum runs along.
+into their formats. So one reference is subtracted from all logits of a row: the largest among the
+segment's first block of keys. Later blocks need no maximum of their own, and sums no new scale
+(FlashDecoding++, https://arxiv.org/abs/2311.01282). If later logits are so much larger that the
+reference does not fit, the row is computed again by online softmax, which keeps a running maximum.
 
-Online softmax has a row's largest probability be 1. By a reference it is any number, and rounded to
-the dtype of V as the others are.
+With online softmax a row's largest probability is 1. With a reference it can be any number, and is
+rounded to the dtype of V as the others are.
 """
 
 import functools

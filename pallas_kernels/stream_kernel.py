@@ -1,4 +1,4 @@
-"""Attention within long segments: softmax over blocks of keys, of which softmax.py takes care.
+"""Attention within long segments: softmax over blocks of keys, for which see softmax.py.
 
 A program owns a block of consecutive tokens, whatever segments they belong to, and serves each
 segment that reaches into its block. So every row of the result is written by exactly one program,

@@ -1,17 +1,17 @@
 """Fused 2D-RoPE attention over variable-length segments, in Triton for PyTorch.
 
 - The contract: `attention` (the public functions: choose the kernel and how much to fuse, launch),
-  `checks` (what is accepted, and what is said otherwise), `reference` (the unfused computation: CPU
+  `checks` (what is accepted, and the errors otherwise), `reference` (the unfused computation: CPU
   path, differentiable path).
 - The kernels: `window_kernel` (a whole short segment in one tile), `stream_kernel` (long segments:
-  query blocks, and the segments that reach into them), `softmax` (a segment's keys, block by block,
-  for it), `rotate_kernel` (rotation as a pass of its own), `tiles` (loading and rotating a tile,
-  which they share).
+  query blocks, and the segments that reach into them), `softmax` (its loop over a segment's keys,
+  block by block), `rotate_kernel` (rotation as a pass of its own), `tiles` (loading and rotating a
+  tile, which they share).
 - Launching: `launch` (block sizes, warps, stages, registers, from `launches.json`), `launch_table`
   (what that holds, and how a launch is found in it), `run`.
 
-What its twin, `pallas_kernels`, has no need of: `operators` registers with `torch.library`,
-`dispatch` says when a call need not go through it, `calls` remembers what is launched for a call;
+Only here, not in its twin `pallas_kernels`: `operators` registers with `torch.library`, `dispatch`
+says when a call need not go through it, `calls` remembers what is launched for a call, and
 `rotate_in_order` and its kernel rotate in front of a library's attention. `integrations` is for
 Hugging Face's models.
 """

@@ -11,6 +11,7 @@ from triton_kernels.dispatch import goes_unseen
 from triton_kernels.launch import auto_fuse, launch_source
 from triton_kernels.reference import rope_attention_reference
 from triton_kernels.run import run
+from triton_kernels.specialized import is_specialized
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -46,7 +47,8 @@ def fused_rope_attention(
             head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice;
-            else "none", or "q" where rotary_dim < head_dim and head_dim is a multiple of 16.
+            else "none", or "q" where rotary_dim < head_dim and head_dim is a multiple of 16, but
+            for long images on Hopper GPUs, see specialized.py.
         implementation: "triton" is the kernel (on a CPU: Triton's interpreter, if
             TRITON_INTERPRET=1 was set before Triton was imported), "reference" plain PyTorch, whose
             fp32 products are as precise as PyTorch is told to make them; "auto" the kernel where
@@ -155,8 +157,13 @@ def attend(
         return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
     if max_seqlen is None:
         max_seqlen = int(cu_seqlens.long().diff().max())  # hostile lengths may pass 32 bits
+    source = launch_source(q.device.index)
     if fuse == "auto":
         fuse = auto_fuse(q.dtype, q.shape[-1], 2 * cos.shape[1], max_seqlen)
+        # The specialised kernel wants both rotated, and makes up for the pass over Q.
+        shape = q.dtype, q.shape[-1], max_seqlen, *q.shape[:2]
+        if fuse == "q" and is_specialized(*shape, source):
+            fuse = "none"
     # Triton launches on the current device, which need not be the tensors'.
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         options = max_seqlen, scale, fuse, implementation
@@ -167,7 +174,6 @@ def attend(
     at_once = fuse == "none" and _is_behind(k, q)
     # PyTorch's own memory is aligned, and how cu_seqlens lies makes no difference.
     aligned = are_aligned(q, k, v, cos, sin)
-    source = launch_source(q.device.index)
     rotations, attention = plan(form, aligned, source, max_seqlen, scale, fuse, at_once)
     if at_once:
         q, k = _rotate(rotations[0], q, cos, sin)
@@ -177,7 +183,10 @@ def attend(
         if fuse != "qk":
             [k] = _rotate(rotations[-1], k, cos, sin)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    run(attention, (q, k, v, out, cos, sin, cu_seqlens))
+    if attention.tiles:
+        run(attention, (out, cu_seqlens), (q, k, v))
+    else:
+        run(attention, (q, k, v, out, cos, sin, cu_seqlens))
     return out
 
 

@@ -12,11 +12,13 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from triton_kernels.checks import Form
+from triton_kernels.descriptors import can_describe
 from triton_kernels.launch import LaunchSource, find_launch, head_split, rotated_row, window_limit
 from triton_kernels.launch_table import Launch
 from triton_kernels.rotate_kernel import rotate_kernel
 from triton_kernels.run import Call, binary_of
 from triton_kernels.softmax import is_online
+from triton_kernels.specialized import LAUNCH, head_tiles, is_specialized, specialized_kernel
 from triton_kernels.stream_kernel import stream_kernel
 from triton_kernels.window_kernel import window_kernel
 
@@ -146,6 +148,18 @@ def attention_call(
     aligned, angle_unit, strides = in_units(rows, cos, at_16)
     segments = cu_seqlens.shape[0] - 1
     shape = x.dtype, head_dim, max_seqlen, tokens * heads
+    split = head_split(head_dim)
+    if (
+        fuse == "none"
+        and aligned
+        and can_describe(x.strides[:2])
+        and is_specialized(x.dtype, head_dim, max_seqlen, tokens, heads, source)
+    ):
+        numbers = tokens, segments, min(max_seqlen, tokens), scale * LOG2_E
+        constants = heads, head_dim, *split
+        programs = triton.cdiv(tokens, LAUNCH.block) * heads
+        call = make_call(specialized_kernel, programs, LAUNCH, numbers, constants, x, aligned)
+        return call._replace(tiles=head_tiles(*qkv, split))
     if aligned and max_seqlen <= window_limit(x.dtype, head_dim):
         launch = find_launch("window", *shape, source)
         kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
@@ -155,7 +169,6 @@ def attention_call(
         programs = triton.cdiv(tokens, launch.block) * heads
         online = is_online(x.dtype, head_dim, max_seqlen)
         kernel, blocks = stream_kernel, (online, launch.block, launch.block_k)
-    split = head_split(head_dim)
     numbers = tokens, segments, scale * LOG2_E, *strides
     constants = (
         heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit,

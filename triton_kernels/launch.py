@@ -18,6 +18,7 @@ from triton_kernels.launch_table import Gpu, Launch, Shape, Table, next_power_of
 TABLE_FILE = Path(__file__).with_name("launches.json")
 _PACKAGED = Table.read(TABLE_FILE)
 _table = ContextVar("table", default=_PACKAGED)
+_specialized = ContextVar("specialized", default=True)
 
 
 class HeadSplit(NamedTuple):
@@ -72,15 +73,21 @@ def auto_fuse(dtype: torch.dtype, head_dim: int, rotary_dim: int, max_seqlen: in
 
 
 class LaunchSource(NamedTuple):
-    """Where a call's launches come from: a table, and the GPU to look up in it."""
+    """Where a call's launches come from.
+
+    Attributes:
+        table, gpu: the table, and the GPU to look up in it.
+        specialized: whether the specialised kernel may take the stream kernel's place.
+    """
 
     table: Table
     gpu: Gpu | None
+    specialized: bool
 
 
 def launch_source(index: int | None) -> LaunchSource:
     """The table in use, for a CUDA device by its index; None is a CPU."""
-    return LaunchSource(_table.get(), gpu(index))
+    return LaunchSource(_table.get(), gpu(index), _specialized.get())
 
 
 def find_launch(
@@ -113,10 +120,14 @@ def gpu(index: int | None) -> Gpu | None:
 
 
 @contextlib.contextmanager
-def launching_by(table: Table) -> Iterator[None]:
-    """Within the context, this thread takes its launches from another table than the package's."""
-    token = _table.set(table)
+def launching_by(table: Table, specialized: bool = True) -> Iterator[None]:
+    """Within the context, this thread takes its launches from another table than the package's.
+
+    specialized: whether the specialised kernel, which is in no table, may be launched.
+    """
+    tokens = _table.set(table), _specialized.set(specialized)
     try:
         yield
     finally:
-        _table.reset(token)
+        _table.reset(tokens[0])
+        _specialized.reset(tokens[1])

@@ -1,6 +1,6 @@
 """Rotation in front of a library's attention: the columns of a head keep their order.
 
-What the attention kernels here read, rotate_kernel writes.
+The attention kernels here read what rotate_kernel writes.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Rotation as a pass of its own that keeps the columns' order, for what other attention reads."""
+"""Rotation as a pass of its own that keeps the columns' order, for a library's attention."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Launching a kernel, which Triton makes slow: it looks at every argument of every call."""
+"""Launching a kernel without Triton's slow look at every argument of every call."""
 
 import functools
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from triton_kernels.descriptors import Tile
 from triton_kernels.launch_table import Launch
 
 
@@ -28,12 +29,13 @@ class Call(NamedTuple):
     """All of a launch but its tensors.
 
     Attributes:
-        kernel: takes the tensors, the numbers and the constants, in this order.
+        kernel: takes descriptors, the tensors, the numbers and the constants, in this order.
         programs: of a one-dimensional grid.
         launch: block sizes, warps, stages, registers.
         numbers: sizes, scale and strides.
         constants: what the kernel is compiled for.
         device: index of the GPU; None for the CPU, where Triton interprets.
+        tiles: what the kernel takes descriptors of, in front of its tensors.
         binary: what is launched, see `binary_of`; None where Triton has to look at each call.
     """
 
@@ -44,6 +46,7 @@ class Call(NamedTuple):
     constants: tuple[Any, ...]
     device: int | None
     binary: Binary | None
+    tiles: tuple[Tile, ...] = ()
 
 
 # One for each kind of call, however many sizes there are: no size is in the key.
@@ -62,8 +65,14 @@ def binary_of(
     return Binary()
 
 
-def run(call: Call, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Launch a call on its tensors, which are on the current device."""
+def run(
+    call: Call, tensors: tuple[torch.Tensor, ...], described: tuple[torch.Tensor, ...] = ()
+) -> None:
+    """Launch a call on its tensors, which are on the current device.
+
+    described: the tensors of its tiles.
+    """
+    descriptors = [tile.of(described) for tile in call.tiles]
     binary = call.binary
     compiled = None if binary is None else binary.compiled
     if compiled is not None and not _hooked():
@@ -72,11 +81,12 @@ def run(call: Call, tensors: tuple[torch.Tensor, ...]) -> None:
         # Addresses, as for a tensor Triton would ask the driver whose memory it is.
         compiled.run(
             call.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks,
-            *[x.data_ptr() for x in tensors], *call.numbers, *call.constants,
+            *descriptors, *[x.data_ptr() for x in tensors], *call.numbers, *call.constants,
         )  # fmt: skip
         return
     launch = call.launch
     compiled = call.kernel[(call.programs,)](
+        *descriptors,
         *tensors,
         *call.numbers,
         *call.constants,

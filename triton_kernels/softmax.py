@@ -1,13 +1,13 @@
 """Softmax over a segment's keys, block by block: what the stream kernel does with one segment.
 
 A row's softmax is the same whatever is subtracted from its logits, as long as the exponentials fit
-into their formats. So each row has one reference, which is subtracted from all of its logits: the
-largest among the segment's first block of keys. No other block needs its own maximum, nor the sums
-a new scale (FlashDecoding++, https://arxiv.org/abs/2311.01282). A row that its reference does not
-fit, later logits being far larger, is computed again, by online softmax, whose maximum runs along.
+into their formats. So one reference is subtracted from all logits of a row: the largest among the
+segment's first block of keys. Later blocks need no maximum of their own, and sums no new scale
+(FlashDecoding++, https://arxiv.org/abs/2311.01282). If later logits are so much larger that the
+reference does not fit, the row is computed again by online softmax, which keeps a running maximum.
 
-Online softmax has a row's largest probability be 1. By a reference it is any number, and rounded to
-the dtype of V as the others are.
+With online softmax a row's largest probability is 1. With a reference it can be any number, and is
+rounded to the dtype of V as the others are.
 """
 
 import torch
@@ -196,9 +196,14 @@ def reference_fits(row_sum, out, out_tail, TAIL: tl.constexpr):
     The reference's own key counts 1 in the sum. A result is not finite where sums overflowed, or
     where probabilities, all rounded up to its dtype, lift a mean of the largest values beyond it.
     """
-    # bf16 has fp32's range.
-    LIMIT: tl.constexpr = 2.0**100 if out.dtype == tl.bfloat16 else 2.0**15
     finite = tl.sum(out.to(tl.float32) * 0.0, 1) == 0.0
     if TAIL > 0:
         finite = finite & (tl.sum(out_tail.to(tl.float32) * 0.0, 1) == 0.0)
-    return finite & (row_sum > 0.5) & (row_sum < LIMIT)
+    return finite & sum_fits(row_sum, out.dtype)
+
+
+@triton.jit
+def sum_fits(row_sum, dtype: tl.constexpr):
+    """Which sums of probabilities are such that none of these left their dtype's range."""
+    LIMIT: tl.constexpr = 2.0**100 if dtype == tl.bfloat16 else 2.0**15  # bf16 has fp32's range
+    return (row_sum > 0.5) & (row_sum < LIMIT)

@@ -47,6 +47,13 @@ KNOWN = {
 }
 
 
+def waiting_limit(record: dict) -> int:
+    """Bytes of a thread's registers that may wait in memory outside of loops."""
+    if record["kernel"] == "specialized_kernel":  # whose computing warps have 240 registers
+        return 192
+    return WAITING_LIMIT if record["maxnreg"] else 0
+
+
 def is_known(record: dict) -> bool:
     return (triton.__version__, record["variant"]) in KNOWN
 
@@ -86,7 +93,7 @@ def test_no_kernel_that_must_be_fast_spills(compiled):
     exempt = ("float32", "unaligned", ", 168,", ", 256,")  # the last two are too wide
     fast = [r for r in compiled if r["arch"] == 90 and not any(e in r["variant"] for e in exempt)]
     assert fast
-    spilling = [r for r in fast if r["stack"] > (WAITING_LIMIT if r["maxnreg"] else 0)]
+    spilling = [r for r in fast if r["stack"] > waiting_limit(r)]
     assert [r for r in spilling if not is_known(r)] == []
     assert [r for r in fast if r["loop_spills"] > (3 if is_serial(r) else 0)] == []
 

@@ -1,0 +1,121 @@
+"""The specialised kernel: when it is taken and, on its GPU, the whole contract."""
+
+import pytest
+import torch
+
+from tests.kernel_cases import assert_accurate, make_case, relative_rms
+from tests.kernel_contract import KernelContract
+from tests.kernel_stress_contract import StressContract
+from tests.triton_kernels.adapter import TorchAdapter
+from triton_kernels import calls, specialized
+from triton_kernels.descriptors import can_describe
+from triton_kernels.launch import LaunchSource, launch_source, launching_by
+from triton_kernels.launch_table import Gpu
+from triton_kernels.specialized import is_specialized
+
+H200, H100, A100 = Gpu("NVIDIA H200", "9.0"), Gpu("NVIDIA H100", "9.0"), Gpu("A100", "8.0")
+SHAPE = {"dtype": torch.bfloat16, "head_dim": 80, "max_seqlen": 9216, "tokens": 9216, "heads": 16}
+
+
+def takes(gpu=H200, specialized=True, **changes):
+    source = LaunchSource(launch_source(None).table, gpu, specialized)
+    return is_specialized(**SHAPE | changes, source=source)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """As where the kernel can run."""
+    monkeypatch.setattr(specialized, "_CAN_RUN", True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"gpu": H100}, {"dtype": torch.float16}, {"head_dim": 72}, {"head_dim": 128},
+        {"max_seqlen": 1025},  # in many segments
+        {"tokens": 1936, "max_seqlen": 1936},  # 256 programs, of two waves' 264
+    ],
+)  # fmt: skip
+def test_long_images_of_wide_heads_take_it(on_hopper, changes):
+    assert takes(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gpu": A100}, {"gpu": None}, {"specialized": False},
+        {"dtype": torch.float32}, {"head_dim": 64}, {"head_dim": 136},
+        {"max_seqlen": 1024},
+        {"tokens": 2304, "max_seqlen": 2304},  # 288 programs, of three waves' 396
+    ],
+)  # fmt: skip
+def test_others_do_not(on_hopper, changes):
+    assert not takes(**changes)
+
+
+def test_where_it_cannot_run_none_do(monkeypatch):
+    monkeypatch.setattr(specialized, "_CAN_RUN", False)
+    assert not takes()
+
+
+def test_launches_of_a_table_may_be_without_it(on_hopper):
+    sources = []
+    for allowed in (True, False):
+        with launching_by(launch_source(None).table, specialized=allowed):
+            sources.append(launch_source(None))
+    assert [source.specialized for source in (*sources, launch_source(None))] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("strides", "can"),
+    [((3840, 80), True), ((80, 2**30), True), ((3840, 0), False), ((2**39, 80), False)],
+)
+def test_which_strides_descriptors_have(strides, can):
+    assert can_describe(strides) == can
+
+
+class Forced(TorchAdapter):
+    """Every call that is rotated beforehand takes the specialised kernel, however small."""
+
+    implementation = "triton"
+
+    @pytest.fixture(autouse=True)
+    def forced(self, monkeypatch):
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs a GPU of compute capability 9.0")
+        fits = lambda dtype, head_dim, *_: dtype != torch.float32 and head_dim <= 128  # noqa: E731
+        monkeypatch.setattr(calls, "is_specialized", fits)
+        calls.plan.cache_clear()
+        yield
+        calls.plan.cache_clear()
+
+
+@pytest.mark.gpu
+class TestKernel(Forced, KernelContract, StressContract):
+    # Tiles that are masked in the first and whole afterwards; segments that meet within a group of
+    # warps, within a block, and across blocks; empty ones; many blocks of one.
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize("head_dim", [16, 24, 64, 72, 80, 88, 96, 112, 120, 128])
+    def test_segments_of_many_lengths(self, dtype, head_dim):
+        lengths = (700, 1, 0, 129, 513, 64, 128, 127, 300, 0, 0, 1024, 5)
+        case = make_case(lengths, head_dim=head_dim, dtype=dtype, leading=37, trailing=211)
+        assert_accurate(self.attention(case, max_seqlen=1024, fuse="none"), case)
+
+    def test_infinities_of_a_neighbour_stay_there(self):
+        """They come with a tile whose other rows they belong to, and meet zeros."""
+        case = make_case((100, 90, 200), head_dim=80)
+        expected = self.attention(case, max_seqlen=1024, fuse="none")
+        case.qkv[100:190, 2] = float("inf")
+        found = self.attention(case, max_seqlen=1024, fuse="none")
+        for part in (slice(100), slice(190, 390)):
+            assert relative_rms(found[part], expected[part]) < 4e-3
+
+    def test_it_is_what_runs(self, monkeypatch):
+        launched = []
+        run = calls.make_call
+        monkeypatch.setattr(
+            calls, "make_call", lambda kernel, *rest: launched.append(kernel) or run(kernel, *rest)
+        )
+        calls.plan.cache_clear()
+        self.attention(make_case((300,), head_dim=80), max_seqlen=1024, fuse="none")
+        assert specialized.specialized_kernel in launched

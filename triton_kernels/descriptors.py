@@ -1,0 +1,58 @@
+"""Descriptors of tensors, by which a GPU's copy engine (TMA) loads tiles of them."""
+
+from typing import NamedTuple
+
+import torch
+
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+except ImportError:  # experimental as Gluon is, versions to come may have it elsewhere
+    gl = None
+
+# What the strides of a descriptor are below, in bytes.
+_STRIDE_LIMIT = 2**40
+
+
+class Tile(NamedTuple):
+    """A descriptor, but for the tensor's address.
+
+    Attributes:
+        tensor: the tensor's place among those that a call's tiles are of.
+        shape, strides: of the tensor.
+        block: of a tile, as many axes.
+        layout: of the tile in shared memory.
+    """
+
+    tensor: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: list[int]
+    layout: "gl.NVMMASharedLayout"
+
+    def of(self, tensors: tuple[torch.Tensor, ...]) -> "TensorDescriptor":
+        """The descriptor for the tensors of one call."""
+        # Its constructor takes microseconds to check what these are known to fulfil.
+        descriptor = object.__new__(TensorDescriptor)
+        descriptor.base = tensors[self.tensor]
+        descriptor.shape, descriptor.strides = self.shape, self.strides
+        descriptor.block_shape, descriptor.layout = self.block, self.layout
+        return descriptor
+
+
+def make_tile(
+    tensor: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    block: list[int],
+) -> Tile:
+    """A tile of 16-bit numbers that tensor cores read."""
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(block, element)
+    return Tile(tensor, shape, strides, block, layout)
+
+
+def can_describe(strides: tuple[int, ...]) -> bool:
+    """Whether a descriptor can have these strides, multiples of 8, of 16-bit numbers."""
+    return all(0 < 2 * stride < _STRIDE_LIMIT for stride in strides)

@@ -1,0 +1,70 @@
+"""When the specialised kernel takes the stream kernel's place, and the tiles that it reads."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from triton_kernels.descriptors import Tile, make_tile
+from triton_kernels.launch import HeadSplit, LaunchSource
+from triton_kernels.launch_table import Launch
+from triton_kernels.softmax import is_online
+
+if TYPE_CHECKING:
+    from triton_kernels.calls import TensorForm
+
+try:
+    from triton_kernels.specialized_kernel import GROUPS, KEYS, ROWS, STAGES, specialized_kernel
+
+    LAUNCH = Launch(
+        block=(ROWS * GROUPS).value, block_k=KEYS.value, num_warps=4, num_stages=STAGES.value
+    )
+    _CAN_RUN = not triton.knobs.runtime.interpret  # Gluon has no interpreter
+except (ImportError, AttributeError):  # and is experimental: versions to come may have it elsewhere
+    specialized_kernel = LAUNCH = None
+    _CAN_RUN = False
+
+# Heads of up to 64 columns want few registers: of the stream kernel four programs run at once.
+_WIDEST_FOR_STREAM = 64
+# In shorter segments what a program does before and after its products counts for more, and nothing
+# else runs meanwhile: a multiprocessor holds one. For that reason programs are to fill their waves
+# so far; a GPU of compute capability 9.0 mostly has 132 multiprocessors.
+_LONGEST_FOR_STREAM = 1024
+_FULL_ENOUGH = 0.8
+_MULTIPROCESSORS = 132
+
+
+def is_specialized(
+    dtype: torch.dtype,
+    head_dim: int,
+    max_seqlen: int,
+    tokens: int,
+    heads: int,
+    source: LaunchSource,
+) -> bool:
+    """Whether the specialised kernel takes the stream kernel's place.
+
+    Where Q and K are rotated beforehand, and all tensors aligned.
+    """
+    gpu = source.gpu
+    if not _CAN_RUN or gpu is None or gpu.compute_capability != "9.0" or not source.specialized:
+        return False
+    if max_seqlen <= _LONGEST_FOR_STREAM or is_online(dtype, head_dim, max_seqlen):
+        return False
+    programs = triton.cdiv(tokens, LAUNCH.block) * heads
+    waves = triton.cdiv(programs, _MULTIPROCESSORS)
+    return head_dim > _WIDEST_FOR_STREAM and programs >= _FULL_ENOUGH * waves * _MULTIPROCESSORS
+
+
+def head_tiles(
+    q: "TensorForm", k: "TensorForm", v: "TensorForm", split: HeadSplit
+) -> tuple[Tile, ...]:
+    """Main and tail tile of each; where there is no tail the main tile stands in.
+
+    q and k are [tokens, row], as rotate_kernel writes them, v is [tokens, heads, head_dim].
+    """
+    return tuple(
+        make_tile(i, x.dtype, tuple(x.shape), x.strides, [rows, *[1] * (len(x.shape) - 2), columns])
+        for i, (x, rows) in enumerate([(q, ROWS.value), (k, LAUNCH.block_k), (v, LAUNCH.block_k)])
+        for columns in (split.main, split.tail or split.main)
+    )
