@@ -1,13 +1,13 @@
-"""Gate and up of an MLP behind a late norm, activated in the kernel that multiplies.
+"""Gate and up of an MLP with a late norm, activated in the kernel that multiplies.
 
-By itself the product writes gate and up, 127 MB a layer at 1344 px, and the activation (gated.py)
-reads them again, which takes a quarter of the product's time. Here a program multiplies for the
-same columns of both, finds them in its accumulators, and writes what the second product reads.
-What rows are divided by, a kernel before it computes.
+A product by itself writes gate and up, 127 MB a layer at 1344 px, and the activation (gated.py)
+reads them again, which takes a quarter of the product's time. Here each program computes the same
+columns of both, activates them in its accumulators, and writes what the second product reads. A
+kernel before it computes what rows are divided by.
 
 The GPU's copy engine (TMA) loads the operands, those of the next tile while one is activated. In
 the twin, compare/torch_gated_product.py, Triton's compiler arranges that. Pallas' Triton backend
-has no such loads, so this kernel is for its Mosaic GPU backend, and says itself which group of
+has no such loads, so this kernel is for Pallas' Mosaic GPU backend, and itself says which group of
 warps loads and which multiply.
 """
 
@@ -23,14 +23,10 @@ from jax.experimental.pallas import triton as plgpu
 from flax_models import gated
 from flax_models.gated import Biases, Operation, differentiable, gated_activation, load, silu_times
 from flax_models.products import unnormed_product
-from pallas_kernels.compile import local_gpu
+from pallas_kernels.compile import HAVE_MOSAIC, local_gpu
 from pallas_kernels.launch_table import Launch, next_power_of_2
 from pallas_kernels.run import run
 from pallas_kernels.tiles import Ref, Scalar
-
-# The backend's interface is no stable one: another in 0.10, not known of versions to come, and
-# before 0.11.2 its interpreter lacks what is used here. Those multiply and activate in two kernels.
-HAVE_MOSAIC = (0, 11, 2) <= jax.__version_info__ < (0, 13)
 
 # A tile has 128 rows and 128 columns of each of gate and up, for which 64 channels are multiplied
 # at a time, up to 4 times as many having been loaded. Programs that run at once share operands: 8

@@ -18,6 +18,7 @@ from pallas_kernels.rotate_kernel import rotate_kernel
 from pallas_kernels.run import run
 from pallas_kernels.sharding import check_shardings, on_own_heads
 from pallas_kernels.softmax import is_online
+from pallas_kernels.specialized import is_specialized
 from pallas_kernels.stream_kernel import hoists, stream_kernel
 from pallas_kernels.window_kernel import window_kernel
 
@@ -54,7 +55,8 @@ def fused_rope_attention(
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice;
             else "none", or "q" where rotary_dim < head_dim and head_dim is a multiple of 16.
-        implementation: "triton" is the kernel on Pallas' Triton backend (on a CPU: in Pallas'
+        implementation: "triton" is the kernel on Pallas' Triton backend, but over long images on
+            Hopper GPUs on its Mosaic GPU backend, see specialized.py (on a CPU: in Pallas'
             interpreter, which needs jax_enable_x64 off, check_vma=False under shard_map, and heads
             that are split over all axes of an explicit mesh that is set), "reference" plain jnp;
             "auto" the kernel where the computation runs on a CUDA GPU of compute capability 8.0 or
@@ -136,6 +138,10 @@ def _prepare(
     max_seqlen, head_dim = int(max_seqlen), arrays[0].shape[-1]
     if fuse == "auto":
         fuse = auto_fuse(arrays[0].dtype, head_dim, 2 * cos.shape[1], max_seqlen)
+        # The specialised kernel wants both rotated, and makes up for the pass over Q.
+        tokens, heads = arrays[0].shape[0], arrays[0].shape[-2]
+        if fuse == "q" and is_specialized(arrays[0].dtype, head_dim, max_seqlen, tokens, heads):
+            fuse = "none"
     if implementation == "auto" and not have_tensor_cores():
         implementation = "reference"
     scale = head_dim**-0.5 if scale is None else float(scale)
@@ -236,6 +242,13 @@ def _kernel(
             k, k_part = _rotate(k, k_part, 1, cos, sin, interpret), 0
 
     tokens, _, heads, head_dim = v.shape
+    shape = v.dtype, head_dim, options.max_seqlen, tokens, heads
+    if options.fuse == "none" and not interpret and is_specialized(*shape):
+        from pallas_kernels.specialized_kernel import specialized_attention
+
+        parts, scale_log2 = (q_part, k_part, v_part), options.scale * LOG2_E
+        longest = min(options.max_seqlen, tokens)
+        return specialized_attention(q, k, v, cu_seqlens, parts, scale_log2, longest)
     segments = cu_seqlens.shape[0] - 1
     split = head_split(head_dim)
     static = {

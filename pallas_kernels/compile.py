@@ -2,12 +2,12 @@
 
 Pallas turns a kernel into Triton IR and leaves the rest to XLA, which compiles it with a copy of
 Triton of its own. Three things are lost that way: a bound on registers, values kept within a loop,
-and the L1 cache, since XLA has the driver give nearly all of it up for shared memory
-(cuFuncSetCacheConfig). A window kernel waits for loads that need L1 to land in and takes up to 1.8
-times as long.
+and the L1 cache, nearly all of which XLA has the driver give up for shared memory
+(cuFuncSetCacheConfig). A window kernel then waits for loads, which need L1 to land in, and takes up
+to 1.8 times as long.
 
-The Triton package compiles the same IR, and XLA launches the result as part of its CUDA graphs,
-like any other kernel, which need not be recorded anew at every call.
+The Triton package compiles the same IR, and XLA launches the result like any other kernel, as part
+of its CUDA graphs, which need not be recorded anew at every call.
 """
 
 import contextlib
@@ -20,6 +20,10 @@ import jax
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.launch_table import Launch
+
+# Pallas' Mosaic GPU backend has no stable interface: another in 0.10, not known of versions to
+# come, and before 0.11.2 its interpreter lacks what is used here.
+HAVE_MOSAIC = (0, 11, 2) <= jax.__version_info__ < (0, 13)
 
 COMPILERS = ("triton", "xla")
 # Part of what JAX tells programs apart by: what was traced for one compiler serves no other.

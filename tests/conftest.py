@@ -24,6 +24,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Processes of a test run share the GPU: JAX takes memory as it needs it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# XLA's threads on a CPU: groups of warps that wait for each other in Pallas' interpreter take one
+# each, and with as few as two cores have they would wait for ever.
+os.environ.setdefault("NPROC", "8")
 # Before any test imports a framework: without a GPU Triton's kernels are interpreted.
 configure()
 if gpu_count() == 0 and importlib.util.find_spec("jaxlib"):

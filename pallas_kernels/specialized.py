@@ -1,0 +1,48 @@
+"""When the specialised kernel takes the stream kernel's place."""
+
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_kernels.compile import HAVE_MOSAIC, local_gpu
+from pallas_kernels.launch import may_specialize
+from pallas_kernels.softmax import is_online
+
+# Tokens of a program; where its copies start, at multiples of so many rows and columns.
+BLOCK = 128
+ROW_UNIT, COLUMN_UNIT = 8, 16
+
+# Heads of up to 64 columns want few registers: of the stream kernel four programs run at once.
+_WIDEST_FOR_STREAM = 64
+# In shorter segments what a program does before and after its products counts for more, and nothing
+# else runs meanwhile: a multiprocessor holds one. For that reason programs are to fill their waves
+# so far; a GPU of compute capability 9.0 mostly has 132 multiprocessors.
+_LONGEST_FOR_STREAM = 1024
+_FULL_ENOUGH = 0.8
+_MULTIPROCESSORS = 132
+
+
+def is_specialized(
+    dtype: DTypeLike, head_dim: int, max_seqlen: int, tokens: int, heads: int
+) -> bool:
+    """Whether the specialised kernel takes the stream kernel's place.
+
+    Where Q and K are rotated beforehand.
+    """
+    gpu = local_gpu()
+    if not HAVE_MOSAIC or gpu is None or gpu.compute_capability != "9.0" or not may_specialize():
+        return False
+    if max_seqlen <= _LONGEST_FOR_STREAM or is_online(dtype, head_dim, max_seqlen):
+        return False
+    programs = pl.cdiv(tokens, BLOCK) * heads
+    waves = pl.cdiv(programs, _MULTIPROCESSORS)
+    full = programs >= _FULL_ENOUGH * waves * _MULTIPROCESSORS
+    return head_dim > _WIDEST_FOR_STREAM and full and fits(tokens, heads, head_dim)
+
+
+def fits(tokens: int, heads: int, head_dim: int) -> bool:
+    """Whether the tiles fit the arrays: of 72 to 128 columns a head, and of tokens by eights.
+
+    Where a head's tile of V is wider than the head, in odd numbers it would pass the last one's.
+    """
+    pairs = head_dim % COLUMN_UNIT == 0 or heads % 2 == 0
+    return pairs and 64 < head_dim <= 128 and tokens % ROW_UNIT == 0 and tokens >= BLOCK

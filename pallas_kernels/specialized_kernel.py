@@ -1,0 +1,520 @@
+"""Attention within long segments on Hopper GPUs: one group of warps loads, two multiply.
+
+The result is the stream kernel's, of Q and K that were rotated beforehand. There every warp issues
+copies, products and exponentials in turn, and waits for each. Here the GPU's copy engine (TMA)
+fetches tiles of keys for two groups of warps that do nothing but compute, each for rows of its own,
+so that one multiplies while the other takes exponentials. That division of labour is
+FlashAttention-3's (https://arxiv.org/abs/2407.08608); softmax is by one reference a row, as in
+softmax.py.
+
+For Pallas' Mosaic GPU backend: its Triton backend has no groups of warps, and no such copies. Here
+these start at multiples of eight rows, so that a segment's first tile has up to seven rows before
+it, and of sixteen columns: V of a head that starts between them is loaded from eight before. Where
+there is no row they load zeros, and store nothing.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as mosaic
+
+from pallas_kernels.launch import head_split, rotated_row
+from pallas_kernels.sharding import varying_axes
+from pallas_kernels.softmax import PARTS, reference_fits
+from pallas_kernels.specialized import BLOCK, COLUMN_UNIT, ROW_UNIT
+from pallas_kernels.stream_kernel import last_start_at
+from pallas_kernels.tiles import Ref, Scalar, segment_bounds
+
+# Query rows of a group of warps, and groups that compute.
+ROWS = 64
+GROUPS = BLOCK // ROWS
+# Keys of a tile; tiles of K, and of V, that are held at a time: one for each group at least.
+KEYS = 128
+STAGES = 2
+# Keys among which a row finds its reference: the stream kernel's tile, so that both round alike.
+REFERENCE_KEYS = 64
+# Of a thread: logits, probabilities and sums fill a computing one's.
+REGISTERS = 240
+LOADER_REGISTERS = 24
+
+# How a product's sums [ROWS, columns] lie in the registers of a group of warps, and a row's values.
+SUMS = mosaic.Layout.WGMMA
+ROW = SUMS.reduce(1)
+
+
+class Operand(NamedTuple):
+    """Q, K or V: the tiles of one head.
+
+    Attributes:
+        ref: [tokens, columns]
+        columns: where in a row each tile starts: of Q and K the main and the tail tile.
+        tiles: in shared memory, each [so many, rows, columns].
+        full: barriers, one for each of so many: has it been loaded?
+        empty: has it been read by all groups? None: it stays.
+    """
+
+    ref: Ref
+    columns: tuple[Scalar, ...]
+    tiles: tuple[Ref, ...]
+    full: Ref
+    empty: Ref | None
+
+
+class Visited(NamedTuple):
+    """The segments that reach into a block of tokens, first_segment to last_segment."""
+
+    cu_seqlens_ref: Ref
+    tokens: int
+    first_segment: Scalar
+    last_segment: Scalar
+    block_start: Scalar
+
+
+class Keys(NamedTuple):
+    """A segment's keys: start to end, in so many tiles, the first of which starts at first."""
+
+    start: Scalar
+    end: Scalar
+    first: Scalar
+    tiles: Scalar
+
+
+def specialized_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cu_seqlens: jax.Array,
+    parts: tuple[int, int, int],
+    scale_log2: float,
+    max_seqlen: int,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention within segments, of arrays that `specialized.fits` names.
+
+    Args:
+        q, k: [tokens, parts, row], as rotate_kernel writes them; may be the same.
+        v: [tokens, parts, heads, head_dim], bf16 or fp16.
+        cu_seqlens: [segments + 1] int32.
+        parts: which of them q, k and v are.
+        scale_log2: scale times log2(e).
+        max_seqlen: what most segments' length is guessed to be.
+        interpret: in Pallas' interpreter.
+
+    Returns:
+        [tokens, heads, head_dim]
+    """
+    tokens, _, heads, head_dim = v.shape
+    split = [columns for columns in head_split(head_dim) if columns > 0]
+    copies = len(split)
+    width = pl.cdiv(head_dim, COLUMN_UNIT) * COLUMN_UNIT
+    shared = functools.partial(mosaic.SMEM, dtype=v.dtype)
+    kernel = functools.partial(
+        specialized_kernel,
+        parts=parts, scale_log2=scale_log2, max_seqlen=max_seqlen, heads=heads, head_dim=head_dim,
+    )  # fmt: skip
+    # Under shard_map the result varies over the mesh axes that any operand varies over.
+    varying = varying_axes(q, k, v, cu_seqlens)
+    manual_axis_type = jax.sharding.ManualAxisType(varying=varying)
+    call = mosaic.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(
+            (tokens, heads * head_dim), v.dtype, manual_axis_type=manual_axis_type
+        ),
+        scratch_types=(
+            tuple(shared((GROUPS, ROWS, columns)) for columns in split),
+            tuple(shared((STAGES, KEYS, columns)) for columns in split),
+            (shared((STAGES, KEYS, width)),),
+            shared((GROUPS, ROWS, head_dim)),
+            mosaic.SMEM((GROUPS, ROWS), jnp.int32),
+            mosaic.Barrier(num_arrivals=copies, num_barriers=GROUPS),
+            mosaic.Barrier(num_arrivals=copies, num_barriers=STAGES),
+            mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            mosaic.Barrier(num_arrivals=1, num_barriers=STAGES),
+            mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            mosaic.Barrier(num_arrivals=GROUPS),
+            mosaic.Barrier(num_arrivals=copies + 1, num_barriers=GROUPS),
+            # The interpreter multiplies by nothing but shared memory.
+            shared((GROUPS, ROWS, KEYS)) if interpret else None,
+        ),
+        grid=(pl.cdiv(tokens, BLOCK) * heads,),
+        grid_names=("program",),
+        num_threads=GROUPS + 1,
+        thread_name="group",
+        # Exponentials by one instruction each.
+        compiler_params=mosaic.CompilerParams(approx_math=True),
+        interpret=mosaic.InterpretGPUParams() if interpret else None,
+        kernel_name=kernel.func.__name__,
+    )
+    with jax.enable_x64(False):  # numbers of rows are 32-bit
+        q, k, v = (x.reshape(tokens, -1) for x in (q, k, v))  # which moves nothing
+        return call(q, k, v, cu_seqlens).reshape(tokens, heads, head_dim)
+
+
+def specialized_kernel(
+    # q and k are [tokens, parts * row], v is [tokens, parts * heads * head_dim], the result
+    # [tokens, heads * head_dim] too
+    q_ref: Ref, k_ref: Ref, v_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
+    # in shared memory: tiles of Q, K (main and tail) and V, each group's result and its misfits
+    q_tiles: tuple[Ref, ...], k_tiles: tuple[Ref, ...], v_tiles: tuple[Ref, ...],
+    out_tiles: Ref, misfits_ref: Ref,
+    # barriers: see Operand; have all groups read all tiles; what each group loads itself
+    q_full: Ref, k_full: Ref, k_empty: Ref, v_full: Ref, v_empty: Ref, all_read: Ref, again: Ref,
+    # where the interpreter has probabilities
+    p_tiles: Ref | None,
+    *,
+    parts: tuple[int, int, int], scale_log2: float, max_seqlen: int, heads: int, head_dim: int,
+) -> None:  # fmt: skip
+    """One program for each (head, token block); blocks run fastest and share the head's K and V."""
+    tokens = out_ref.shape[0]
+    blocks = pl.cdiv(tokens, BLOCK)
+    head = lax.div(lax.axis_index("program"), blocks)
+    block_start = lax.rem(lax.axis_index("program"), blocks) * BLOCK
+    block_end = jnp.minimum(block_start + BLOCK, tokens)
+    segments = cu_seqlens_ref.shape[0] - 1
+    visited = Visited(
+        cu_seqlens_ref, tokens,
+        *segments_of(cu_seqlens_ref, block_start, block_end, segments, max_seqlen),
+        block_start,
+    )  # fmt: skip
+
+    q_part, k_part, v_part = parts
+    row = rotated_row(heads, head_dim)
+    q_columns = rotated_columns(q_tiles, q_part * row, head, heads)
+    k_columns = rotated_columns(k_tiles, k_part * row, head, heads)
+    v_column, v_shift = (v_part * heads + head) * head_dim, None
+    if head_dim % COLUMN_UNIT > 0:
+        v_shift = lax.rem(v_column, COLUMN_UNIT)
+        v_column = lax.div(v_column, COLUMN_UNIT) * COLUMN_UNIT
+    q = Operand(q_ref, q_columns, q_tiles, q_full, None)
+    k = Operand(k_ref, k_columns, k_tiles, k_full, k_empty)
+    v = Operand(v_ref, (v_column,), v_tiles, v_full, v_empty)
+    group = lax.axis_index("group")
+
+    @pl.when(group == GROUPS)
+    def load() -> None:
+        mosaic.set_max_registers(LOADER_REGISTERS, action="decrease")
+        load_tiles(q, k, v, all_read, visited)
+
+    @pl.when(group < GROUPS)
+    def attend() -> None:
+        mosaic.set_max_registers(REGISTERS, action="increase")
+        out_tile = out_tiles.at[group]
+        p_tile = None if p_tiles is None else p_tiles.at[group]
+        attend_rows(
+            q, k, v, all_read, again, out_tile, misfits_ref, p_tile, visited, group,
+            v_shift, scale_log2,
+        )  # fmt: skip
+        mosaic.commit_smem()
+        rows = pl.ds(block_start + group * ROWS, ROWS)
+        mosaic.copy_smem_to_gmem(out_tile, out_ref.at[rows, pl.ds(head * head_dim, head_dim)])
+        mosaic.wait_smem_to_gmem(0)
+
+
+def rotated_columns(
+    tiles: tuple[Ref, ...], first: Scalar, head: Scalar, heads: int
+) -> tuple[Scalar, ...]:
+    """Where a head's tiles start in a row of rotated heads from `first` on, see tiles.py."""
+    columns = []
+    for tile in tiles:
+        columns.append(first + head * tile.shape[-1])
+        first += heads * tile.shape[-1]
+    return tuple(columns)
+
+
+def stage_of(tile: Scalar) -> Scalar:
+    """Where the tile of a number lies."""
+    return lax.rem(tile, STAGES)
+
+
+def segments_of(
+    cu_seqlens_ref: Ref, block_start: Scalar, block_end: Scalar, segments: int, max_seqlen: int
+) -> tuple[Scalar, Scalar]:
+    """The first and the last segment that reach into a block; the first is 0 where none does."""
+    # Images of one size mostly have one for each block, and where. To look takes one load.
+    guess = jnp.minimum(lax.div(block_start, max_seqlen), segments - 1)
+    start, end = cu_seqlens_ref[guess], cu_seqlens_ref[guess + 1]
+
+    def search() -> tuple[Scalar, Scalar]:
+        first = jnp.maximum(last_start_at(cu_seqlens_ref, block_start, segments), 0)
+        return first, last_start_at(cu_seqlens_ref, block_end - 1, segments)
+
+    return lax.cond((start <= block_start) & (block_end <= end), lambda: (guess, guess), search)
+
+
+def keys_of(visited: Visited, segment: Scalar) -> Keys:
+    """A segment's keys; at least one tile is visited for it."""
+    cu_seqlens_ref, tokens, _, _, block_start = visited
+    start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
+    first = lax.div(start, ROW_UNIT) * ROW_UNIT
+    tiles = lax.div(jnp.maximum(end - first, 1) + (KEYS - 1), KEYS)
+    # Otherwise only padding follows it.
+    return Keys(start, end, first, jnp.where(end > block_start, tiles, 1))
+
+
+def tile_of(keys: Keys, i: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+    """The first row of a segment's i-th tile, and from and to which of its rows the segment is."""
+    row = keys.first + i * KEYS
+    return row, keys.start - row, keys.end - row
+
+
+def load_tiles(q: Operand, k: Operand, v: Operand, all_read: Ref, visited: Visited) -> None:
+    """The loading group: the block's queries, and all keys and values of its segments."""
+    for group in range(GROUPS):
+        load_tile(q, visited.block_start + group * ROWS, group, q.full.at[group])
+
+    def load_segment(segment: Scalar, tile: Scalar) -> Scalar:
+        keys = keys_of(visited, segment)
+
+        @pl.loop(0, keys.tiles)
+        def load_stage(i: Scalar) -> None:
+            stage = stage_of(tile + i)
+            row, _, _ = tile_of(keys, i)
+            for x in (k, v):
+                wait = functools.partial(mosaic.barrier_wait, x.empty.at[stage])
+                pl.when(tile + i >= STAGES)(wait)
+                load_tile(x, row, stage, x.full.at[stage])
+
+        return tile + keys.tiles
+
+    last_segment = visited.last_segment
+    tiles = lax.fori_loop(visited.first_segment, last_segment + 1, load_segment, jnp.int32(0))
+    # A barrier must not be left before it is waited for as often as it was completed.
+    for stage in range(STAGES):
+        for x in (k, v):
+            pl.when(stage < tiles)(functools.partial(mosaic.barrier_wait, x.empty.at[stage]))
+    mosaic.barrier_wait(all_read)
+
+
+def load_tile(x: Operand, row: Scalar, index: Scalar, full: Ref) -> None:
+    """Start copying the tiles whose first row is given."""
+    for tile, column in zip(x.tiles, x.columns, strict=True):
+        _, rows, columns = tile.shape
+        place = x.ref.at[pl.ds(row, rows), pl.ds(column, columns)]
+        mosaic.copy_gmem_to_smem(place, tile.at[index], full)
+
+
+def attend_rows(
+    q: Operand, k: Operand, v: Operand, all_read: Ref, again: Ref,
+    # the group's tile [ROWS, head_dim], and all groups' rows [GROUPS, ROWS]
+    out_tile: Ref, misfits_ref: Ref, p_tile: Ref | None,
+    visited: Visited, group: Scalar,
+    # columns before the head's in tiles of V; None: never any
+    v_shift: Scalar | None,
+    scale_log2: float,
+) -> None:  # fmt: skip
+    """A computing group of warps: the result of its rows, into its tile of the result."""
+    dtype, head_dim = out_tile.dtype, out_tile.shape[1]
+    q_tiles = tuple(tile.at[group] for tile in q.tiles)
+    token = visited.block_start + group * ROWS + iota((ROWS,), 0, ROW)
+    out_tile[...] = filled((ROWS, head_dim), 0, SUMS, dtype)  # of tokens of no segment
+    mosaic.barrier_wait(q.full.at[group])
+
+    def attend(segment: Scalar, carried: tuple) -> tuple:
+        tile, misfits = carried
+        keys = keys_of(visited, segment)
+        row_sum, acc = visit_segment(q_tiles, k, v, p_tile, tile, keys, scale_log2)
+        out = divided(row_sum, acc, v_shift, out_tile)
+        mask = (token >= keys.start) & (token < keys.end)
+        fits = reference_fits(row_sum, out, None)
+        store_rows(out_tile, mask & fits, out)
+        return tile + keys.tiles, jnp.where(fits, misfits, jnp.where(mask, 1, misfits))
+
+    segments = visited.first_segment, visited.last_segment + 1
+    misfits = filled((ROWS,), 0, ROW, jnp.int32)
+    _, misfits = lax.fori_loop(*segments, attend, (jnp.int32(0), misfits))
+    mosaic.barrier_arrive(all_read)
+    # Each warp adds up those of all rows: for sums across warps, both groups would have one place.
+    misfits_ref[group] = misfits
+    all_rows = mosaic.load(misfits_ref.at[group], layout=SUMS.reduce(0), optimized=False)
+
+    @pl.when(jnp.sum(all_rows) > 0)
+    def attend_again() -> None:
+        """Rows that their reference does not fit."""
+        mosaic.barrier_wait(all_read)
+
+        @pl.loop(*segments)
+        def attend_online(segment: Scalar) -> None:
+            keys = keys_of(visited, segment)
+            row_sum, acc = visit_online(q_tiles, k, v, again, p_tile, keys, group, scale_log2)
+            again_rows = mosaic.load(misfits_ref.at[group], layout=ROW, optimized=False)
+            mask = (token >= keys.start) & (token < keys.end) & (again_rows > 0)
+            store_rows(out_tile, mask, divided(row_sum, acc, v_shift, out_tile))
+
+
+def visit_segment(
+    q_tiles: tuple[Ref, ...], k: Operand, v: Operand, p_tile: Ref | None,
+    # number of the segment's first tile
+    tile: Scalar, keys: Keys, scale_log2: float,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Over a segment's keys, by one reference a row: sums of the probabilities, and of V by these.
+
+    The product of a tile's probabilities and V is computed together with the logits of the next.
+    """
+    width = v.tiles[0].shape[-1]
+
+    def first_logits(logits_ref: Ref) -> jax.Array:
+        mosaic.barrier_wait(k.full.at[stage_of(tile)])
+        key_logits(logits_ref, q_tiles, k, stage_of(tile))
+        return logits_ref[...]
+
+    logits = pl.run_scoped(first_logits, accumulator(KEYS))
+    mosaic.barrier_arrive(k.empty.at[stage_of(tile)])
+    _, low, high = tile_of(keys, 0)
+    logits = masked(logits, low, high)
+    # Scaled, it is rounded. If it is so large that this would count, or no number, infinity takes
+    # its place, which suits no row: all probabilities are 0 or NaN.
+    reference = jnp.max(masked(logits, low, low + REFERENCE_KEYS), axis=1) * scale_log2
+    reference = jnp.where(jnp.abs(reference) < 4096.0, reference, jnp.inf)
+
+    def probabilities(logits: jax.Array) -> jax.Array:
+        return jnp.exp2(logits * scale_log2 - by_rows(reference, logits))
+
+    def over_keys(acc_ref: Ref) -> tuple[jax.Array, jax.Array]:
+        def visit(is_whole: bool, i: Scalar, carried: tuple) -> tuple:
+            p, row_sums = carried
+            before, stage = stage_of(tile + i - 1), stage_of(tile + i)
+
+            def products(logits_ref: Ref) -> jax.Array:
+                mosaic.barrier_wait(v.full.at[before])
+                add_values(acc_ref, p, p_tile, v, before)
+                mosaic.barrier_wait(k.full.at[stage])
+                key_logits(logits_ref, q_tiles, k, stage)
+                mosaic.wgmma_wait(0)
+                mosaic.barrier_arrive(k.empty.at[stage])
+                mosaic.barrier_arrive(v.empty.at[before])
+                return logits_ref[...]
+
+            logits = pl.run_scoped(products, accumulator(KEYS))
+            if not is_whole:
+                _, low, high = tile_of(keys, i)
+                logits = masked(logits, low, high)
+            p = probabilities(logits)
+            return p.astype(v.ref.dtype), row_sums + partial_sums(p)
+
+        p = probabilities(logits)
+        carried = p.astype(v.ref.dtype), partial_sums(p)
+        whole = jnp.maximum(lax.div(keys.end - keys.first, KEYS), 1)
+        whole = jnp.minimum(whole, keys.tiles)
+        carried = lax.fori_loop(1, whole, functools.partial(visit, True), carried)
+        p, row_sums = lax.fori_loop(whole, keys.tiles, functools.partial(visit, False), carried)
+        last = stage_of(tile + keys.tiles - 1)
+        mosaic.barrier_wait(v.full.at[last])
+        add_values(acc_ref, p, p_tile, v, last)
+        mosaic.wgmma_wait(0)
+        mosaic.barrier_arrive(v.empty.at[last])
+        return jnp.sum(row_sums, axis=1), acc_ref[...]
+
+    return pl.run_scoped(over_keys, accumulator(width))
+
+
+def visit_online(
+    q_tiles: tuple[Ref, ...], k: Operand, v: Operand, again: Ref, p_tile: Ref | None,
+    keys: Keys, group: Scalar, scale_log2: float,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The same by online softmax, of tiles that the group loads itself, one after the other."""
+    width = v.tiles[0].shape[-1]
+
+    def visit(i: Scalar, carried: tuple) -> tuple:
+        row_max, row_sum, acc = carried
+        row, low, high = tile_of(keys, i)
+        for x in (k, v):
+            load_tile(x, row, group, again.at[group])
+        mosaic.barrier_wait(again.at[group])
+        # Other segments' rows, as their infinities would meet zeros.
+        clear_rows(v.tiles[0].at[group], low, high)
+
+        def product(logits_ref: Ref) -> jax.Array:
+            key_logits(logits_ref, q_tiles, k, group)
+            return logits_ref[...]
+
+        logits = masked(pl.run_scoped(product, accumulator(KEYS)), low, high)
+        new_max = jnp.maximum(row_max, jnp.max(logits, axis=1))
+        p = jnp.exp2((logits - by_rows(new_max, logits)) * scale_log2)
+        decay = jnp.exp2((row_max - new_max) * scale_log2)
+
+        def values(acc_ref: Ref) -> jax.Array:
+            add_values(acc_ref, p.astype(v.ref.dtype), p_tile, v, group)
+            return acc_ref[...]
+
+        acc = acc * by_rows(decay, acc) + pl.run_scoped(values, accumulator(width))
+        return new_max, row_sum * decay + jnp.sum(p, axis=1), acc
+
+    row_max = filled((ROWS,), -jnp.inf, ROW)
+    row_sum = filled((ROWS,), 0.0, ROW)
+    acc = filled((ROWS, width), 0.0, SUMS)
+    _, row_sum, acc = lax.fori_loop(0, keys.tiles, visit, (row_max, row_sum, acc))
+    return row_sum, acc
+
+
+def clear_rows(tile: Ref, low: Scalar, high: Scalar) -> None:
+    """Zeros into a tile's rows before `low` and from `high` on."""
+    row = iota(tile.shape, 0, SUMS)
+    x = tile[...]
+    tile[...] = jnp.where((row >= low) & (row < high), x, jnp.zeros_like(x))
+    mosaic.commit_smem()
+
+
+def key_logits(acc_ref: Ref, q_tiles: tuple[Ref, ...], k: Operand, index: Scalar) -> None:
+    """Start computing the logits [ROWS, KEYS] of a tile of keys, not scaled."""
+    for q_tile, k_tile in zip(q_tiles, k.tiles, strict=True):
+        mosaic.wgmma(acc_ref, q_tile, k_tile.at[index].transpose((1, 0)))
+
+
+def add_values(acc_ref: Ref, p: jax.Array, p_tile: Ref | None, v: Operand, index: Scalar) -> None:
+    """Start adding the product of p [ROWS, KEYS] and a tile of V."""
+    if p_tile is not None:
+        p_tile[...] = p
+        p = p_tile
+    mosaic.wgmma(acc_ref, p, v.tiles[0].at[index])
+
+
+def accumulator(columns: int) -> Any:
+    """Sums of a product, 0 at first."""
+    return mosaic.ACC((ROWS, columns), jnp.float32)
+
+
+def filled(
+    shape: tuple[int, ...], value: float, layout: Any, dtype: jax.typing.DTypeLike = jnp.float32
+) -> jax.Array:
+    """The same number everywhere."""
+    return mosaic.layout_cast(jnp.full(shape, value, dtype), layout)
+
+
+def iota(shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+    """Numbers along an axis."""
+    return mosaic.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+
+
+def by_rows(x: jax.Array, like: jax.Array) -> jax.Array:
+    """A value for each row, for all its columns."""
+    return lax.broadcast_in_dim(x, like.shape, (0,))
+
+
+def masked(logits: jax.Array, low: Scalar, high: Scalar) -> jax.Array:
+    """-inf for the keys before `low` and from `high` on."""
+    column = iota(logits.shape, 1, SUMS)
+    return jnp.where((column >= low) & (column < high), logits, -jnp.inf)
+
+
+def partial_sums(p: jax.Array) -> jax.Array:
+    """Sums of a row [ROWS, PARTS] that take no exchange between threads, see softmax.py."""
+    parts = (p[:, first : first + PARTS] for first in range(0, p.shape[1], PARTS))
+    return functools.reduce(jnp.add, parts)
+
+
+def divided(row_sum: jax.Array, acc: jax.Array, v_shift: Scalar | None, out_tile: Ref) -> jax.Array:
+    """The result [ROWS, head_dim], of sums that may have other columns before or behind."""
+    out = (acc * by_rows(1.0 / row_sum, acc)).astype(out_tile.dtype)
+    if v_shift is None:
+        return out
+    head_dim = out_tile.shape[1]
+    return lax.cond(v_shift > 0, lambda x: x[:, -head_dim:], lambda x: x[:, :head_dim], out)
+
+
+def store_rows(out_tile: Ref, mask: jax.Array, out: jax.Array) -> None:
+    """Write some rows of the result."""
+    out_tile[...] = jnp.where(by_rows(mask, out), out, out_tile[...])

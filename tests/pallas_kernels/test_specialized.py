@@ -1,0 +1,103 @@
+"""When the specialised kernel is taken; what it computes is in test_specialized_kernel.py."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import launch, specialized
+from pallas_kernels.compile import HAVE_MOSAIC
+from pallas_kernels.specialized import fits, is_specialized
+from tests.kernel_cases import assert_accurate, make_case
+
+SHAPE = {"dtype": jnp.bfloat16, "head_dim": 80, "max_seqlen": 9216, "tokens": 9216, "heads": 16}
+
+
+def takes(**changes):
+    return is_specialized(**SHAPE | changes)
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Make this a machine with a GPU of a compute capability, and JAX one that has Mosaic."""
+
+    def put(capability):
+        gpu = None if capability is None else SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(specialized, "local_gpu", lambda: gpu)
+        monkeypatch.setattr(specialized, "HAVE_MOSAIC", True)
+
+    return put
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"dtype": jnp.float16}, {"head_dim": 72}, {"head_dim": 128},
+        {"max_seqlen": 1025},  # in many segments
+        {"tokens": 1936, "max_seqlen": 1936},  # 256 programs, of two waves' 264
+    ],
+)  # fmt: skip
+def test_long_images_of_wide_heads_take_it(on, changes):
+    on("9.0")
+    assert takes(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": jnp.float32}, {"head_dim": 64}, {"head_dim": 136},
+        {"max_seqlen": 1024},
+        {"tokens": 2304, "max_seqlen": 2304},  # 288 programs, of three waves' 396
+        {"tokens": 9220}, {"head_dim": 72, "heads": 15},  # whose tiles do not fit
+    ],
+)  # fmt: skip
+def test_others_do_not(on, changes):
+    on("9.0")
+    assert not takes(**changes)
+
+
+@pytest.mark.parametrize("capability", [None, "8.0", "10.0"])
+def test_nor_do_other_gpus(on, capability):
+    on(capability)
+    assert not takes()
+
+
+def test_launches_of_a_table_may_be_without_it(on):
+    on("9.0")
+    with launch.launching_by(launch._PACKAGED, specialized=False):
+        assert not takes()
+    assert takes()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim", "fit"),
+    [
+        (128, 1, 80, True), (136, 2, 72, True), (1024, 16, 128, True), (1024, 15, 72, False),
+        (1020, 16, 80, False), (120, 16, 80, False), (1024, 16, 64, False), (1024, 16, 136, False),
+    ],
+)  # fmt: skip
+def test_what_fits(tokens, heads, head_dim, fit):
+    assert fits(tokens, heads, head_dim) == fit
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAVE_MOSAIC, reason="the kernel is for JAX 0.11.2 and 0.12")
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 80), (72, 72), (128, 64)])
+def test_the_public_functions_launch_it(monkeypatch, head_dim, rotary_dim, packed):
+    if jax.local_devices()[0].compute_capability != "9.0":
+        pytest.skip("needs a GPU of compute capability 9.0")
+    monkeypatch.setattr(specialized, "_MULTIPROCESSORS", 1)  # waves are full
+    name = "fused_rope_attention_qkvpacked" if packed else "fused_rope_attention"
+    case = make_case((1100, 3, 241), head_dim=head_dim, rotary_dim=rotary_dim)
+    arguments = [jnp.asarray(x) for x in (case.packed if packed else case.separate)]
+
+    @jax.jit
+    def call(*arguments):
+        return getattr(pallas_kernels, name)(*arguments, max_seqlen=1100)
+
+    assert "mosaic" in call.lower(*arguments).as_text()
+    assert_accurate(np.asarray(call(*arguments)), case)
