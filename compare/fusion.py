@@ -12,6 +12,7 @@ from compare import ceilings as ceilings_module
 from compare import implementations
 from compare.ceilings import Ceilings
 from compare.console import print_missing, print_table, progress, say
+from compare.environment import has_gpu
 from compare.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.implementations import FUSE, KernelImplementation
 from compare.kernel_timing import QUICK, measure_all
@@ -77,7 +78,7 @@ def measure_fusion(
                 details={
                     "segment_length": int(workload.lengths.max()),
                     "rotary_dim": workload.rotated_dims,
-                    "auto": auto_fuse(implementation, workload),
+                    "auto": default_fuse(implementation, workload),
                 },
             )
             for (fuse, implementation), record in zip(each, measured, strict=True)
@@ -86,22 +87,25 @@ def measure_fusion(
     return records, ceilings
 
 
-def auto_fuse(implementation: KernelImplementation, workload: KernelWorkload) -> str | None:
+def default_fuse(implementation: KernelImplementation, workload: KernelWorkload) -> str | None:
     """What fuse="auto" means for a workload, asked of the implementation's package.
 
     None where that is not installed.
     """
     shape = workload.head_dim, workload.rotated_dims, int(workload.lengths.max())
+    size = workload.tokens, workload.heads
     try:
         if implementation.framework == "torch":
             import torch
 
-            from triton_kernels import launch
+            from triton_kernels.launch import launch_source
+            from triton_kernels.specialized import auto_fuse
 
-            return launch.auto_fuse(getattr(torch, workload.dtype), *shape)
-        from pallas_kernels import launch
+            source = launch_source(0 if has_gpu() else None)
+            return auto_fuse(getattr(torch, workload.dtype), *shape, *size, source)
+        from pallas_kernels.specialized import auto_fuse
 
-        return launch.auto_fuse(DTYPES[workload.dtype], *shape)
+        return auto_fuse(DTYPES[workload.dtype], *shape, *size)
     except ImportError:
         return None
 

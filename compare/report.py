@@ -175,7 +175,7 @@ def readme_block(readme: Path, directory: Path, report: Path) -> str:
 
 def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
     """The result files by device directory and part, the device with the most timings first; of
-    devices with as many, the one whose oldest file is newer.
+    devices with as many, the one that was measured last.
 
     Raises:
         InputError: there is none, or one cannot be read.
@@ -202,10 +202,10 @@ def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
 
 
 def _weight(parts: dict[str, Results]) -> tuple[int, str]:
-    """Of a device: how many timings there are, and when its oldest file was made."""
+    """Of a device: how many timings there are, and when its newest file was made."""
     records = (record for measured in parts.values() for record in measured.records)
     timings = sum(record["median_us"] is not None for record in records)
-    return timings, min(measured.date for measured in parts.values())
+    return timings, max(measured.date for measured in parts.values())
 
 
 def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) -> str:

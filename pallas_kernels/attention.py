@@ -11,14 +11,14 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.checks import check_arguments
 from pallas_kernels.compile import local_gpus
-from pallas_kernels.launch import auto_fuse, find_launch, head_split, rotated_row, window_limit
+from pallas_kernels.launch import find_launch, head_split, rotated_row, window_limit
 from pallas_kernels.launch_table import next_power_of_2
 from pallas_kernels.reference import rope_attention_gradients, rope_attention_reference
 from pallas_kernels.rotate_kernel import rotate_kernel
 from pallas_kernels.run import run
 from pallas_kernels.sharding import check_shardings, on_own_heads
 from pallas_kernels.softmax import is_online
-from pallas_kernels.specialized import is_specialized
+from pallas_kernels.specialized import auto_fuse, is_specialized
 from pallas_kernels.stream_kernel import hoists, stream_kernel
 from pallas_kernels.window_kernel import window_kernel
 
@@ -137,11 +137,8 @@ def _prepare(
     check_shardings(arrays, names, cos, sin, cu_seqlens)
     max_seqlen, head_dim = int(max_seqlen), arrays[0].shape[-1]
     if fuse == "auto":
-        fuse = auto_fuse(arrays[0].dtype, head_dim, 2 * cos.shape[1], max_seqlen)
-        # The specialised kernel wants both rotated, and makes up for the pass over Q.
-        tokens, heads = arrays[0].shape[0], arrays[0].shape[-2]
-        if fuse == "q" and is_specialized(arrays[0].dtype, head_dim, max_seqlen, tokens, heads):
-            fuse = "none"
+        tokens, *_, heads, head_dim = arrays[0].shape
+        fuse = auto_fuse(arrays[0].dtype, head_dim, 2 * cos.shape[1], max_seqlen, tokens, heads)
     if implementation == "auto" and not have_tensor_cores():
         implementation = "reference"
     scale = head_dim**-0.5 if scale is None else float(scale)

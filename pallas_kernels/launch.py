@@ -64,17 +64,6 @@ def window_limit(dtype: DTypeLike, head_dim: int) -> int:
     return 64 if sum(head_split(head_dim)) > 192 else 128
 
 
-def auto_fuse(dtype: DTypeLike, head_dim: int, rotary_dim: int, max_seqlen: int) -> str:
-    """What fuse="auto" means: "qk" where one tile holds a segment, else "none" or "q".
-
-    "q" is for heads of which only a part rotates, as a pass over Q would mostly copy. Heads of no
-    multiple of 16 dims fill no whole sectors, 32 bytes of memory, before that pass: there it pays.
-    """
-    if max_seqlen <= window_limit(dtype, head_dim):
-        return "qk"
-    return "q" if rotary_dim < head_dim and head_dim % 16 == 0 else "none"
-
-
 def find_launch(kernel: str, dtype: DTypeLike, head_dim: int, max_seqlen: int, rows: int) -> Launch:
     """How to launch a kernel, one of the table's KERNELS, on `rows` = tokens x heads."""
     operands = "single" if dtype == jnp.float32 else "half"

@@ -1,10 +1,10 @@
-"""When the specialised kernel takes the stream kernel's place."""
+"""When the specialised kernel takes the stream kernel's place, and what follows from that."""
 
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels.compile import HAVE_MOSAIC, local_gpu
-from pallas_kernels.launch import may_specialize
+from pallas_kernels.launch import may_specialize, window_limit
 from pallas_kernels.softmax import is_online
 
 # Tokens of a program; where its copies start, at multiples of so many rows and columns.
@@ -37,6 +37,22 @@ def is_specialized(
     waves = pl.cdiv(programs, _MULTIPROCESSORS)
     full = programs >= _FULL_ENOUGH * waves * _MULTIPROCESSORS
     return head_dim > _WIDEST_FOR_STREAM and full and fits(tokens, heads, head_dim)
+
+
+def auto_fuse(
+    dtype: DTypeLike, head_dim: int, rotary_dim: int, max_seqlen: int, tokens: int, heads: int
+) -> str:
+    """What fuse="auto" means: "qk" where one tile holds a segment, else "none" or "q".
+
+    "q" is for heads of which only a part rotates, as a pass over Q would mostly copy. Heads of no
+    multiple of 16 dims fill no whole sectors, 32 bytes of memory, before that pass: there it pays.
+    The specialised kernel, which wants both rotated, makes up for it.
+    """
+    if max_seqlen <= window_limit(dtype, head_dim):
+        return "qk"
+    if rotary_dim == head_dim or head_dim % 16 > 0:
+        return "none"
+    return "none" if is_specialized(dtype, head_dim, max_seqlen, tokens, heads) else "q"
 
 
 def fits(tokens: int, heads: int, head_dim: int) -> bool:

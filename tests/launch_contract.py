@@ -2,7 +2,8 @@
 
 A CPU's interpreters take the default's launches, and calls as small as tests can make take those of
 small calls: other rows would be run on their GPU alone. An implementation's tests inherit
-LaunchContract and what KernelContract asks for.
+LaunchContract, what KernelContract asks for, and `source`, the arguments by which the package is
+told of the GPU.
 """
 
 import importlib
@@ -71,6 +72,7 @@ class LaunchContract:
         ],
     )  # fmt: skip
     def test_how_much_is_fused_by_default(self, head_dim, rotary_dim, max_seqlen, fuse):
-        launch = importlib.import_module(f"{self.package.__name__}.launch")
+        specialized = importlib.import_module(f"{self.package.__name__}.specialized")
         dtype = self.array(np.zeros(0, ml_dtypes.bfloat16)).dtype
-        assert launch.auto_fuse(dtype, head_dim, rotary_dim, max_seqlen) == fuse
+        call = dtype, head_dim, rotary_dim, max_seqlen, 4096, 2
+        assert specialized.auto_fuse(*call, *self.source) == fuse

@@ -8,10 +8,10 @@ import triton
 from triton_kernels.calls import Rotation, are_aligned, plan
 from triton_kernels.checks import MAX_TOKENS, Form, check_arguments, form_of
 from triton_kernels.dispatch import goes_unseen
-from triton_kernels.launch import auto_fuse, launch_source
+from triton_kernels.launch import launch_source
 from triton_kernels.reference import rope_attention_reference
 from triton_kernels.run import run
-from triton_kernels.specialized import is_specialized
+from triton_kernels.specialized import auto_fuse
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -159,11 +159,8 @@ def attend(
         max_seqlen = int(cu_seqlens.long().diff().max())  # hostile lengths may pass 32 bits
     source = launch_source(q.device.index)
     if fuse == "auto":
-        fuse = auto_fuse(q.dtype, q.shape[-1], 2 * cos.shape[1], max_seqlen)
-        # The specialised kernel wants both rotated, and makes up for the pass over Q.
-        shape = q.dtype, q.shape[-1], max_seqlen, *q.shape[:2]
-        if fuse == "q" and is_specialized(*shape, source):
-            fuse = "none"
+        tokens, heads, head_dim = q.shape
+        fuse = auto_fuse(q.dtype, head_dim, 2 * cos.shape[1], max_seqlen, tokens, heads, source)
     # Triton launches on the current device, which need not be the tensors'.
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         options = max_seqlen, scale, fuse, implementation

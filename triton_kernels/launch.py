@@ -61,17 +61,6 @@ def window_limit(dtype: torch.dtype, head_dim: int) -> int:
     return 64 if sum(head_split(head_dim)) > 192 else 128
 
 
-def auto_fuse(dtype: torch.dtype, head_dim: int, rotary_dim: int, max_seqlen: int) -> str:
-    """What fuse="auto" means: "qk" where one tile holds a segment, else "none" or "q".
-
-    "q" is for heads of which only a part rotates, as a pass over Q would mostly copy. Heads of no
-    multiple of 16 dims fill no whole sectors, 32 bytes of memory, before that pass: there it pays.
-    """
-    if max_seqlen <= window_limit(dtype, head_dim):
-        return "qk"
-    return "q" if rotary_dim < head_dim and head_dim % 16 == 0 else "none"
-
-
 class LaunchSource(NamedTuple):
     """Where a call's launches come from.
 

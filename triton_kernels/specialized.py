@@ -1,4 +1,4 @@
-"""When the specialised kernel takes the stream kernel's place, and the tiles that it reads."""
+"""When the specialised kernel takes the stream kernel's place, and what follows from that."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,7 @@ import torch
 import triton
 
 from triton_kernels.descriptors import Tile, make_tile
-from triton_kernels.launch import HeadSplit, LaunchSource
+from triton_kernels.launch import HeadSplit, LaunchSource, window_limit
 from triton_kernels.launch_table import Launch
 from triton_kernels.softmax import is_online
 
@@ -54,6 +54,28 @@ def is_specialized(
     programs = triton.cdiv(tokens, LAUNCH.block) * heads
     waves = triton.cdiv(programs, _MULTIPROCESSORS)
     return head_dim > _WIDEST_FOR_STREAM and programs >= _FULL_ENOUGH * waves * _MULTIPROCESSORS
+
+
+def auto_fuse(
+    dtype: torch.dtype,
+    head_dim: int,
+    rotary_dim: int,
+    max_seqlen: int,
+    tokens: int,
+    heads: int,
+    source: LaunchSource,
+) -> str:
+    """What fuse="auto" means: "qk" where one tile holds a segment, else "none" or "q".
+
+    "q" is for heads of which only a part rotates, as a pass over Q would mostly copy. Heads of no
+    multiple of 16 dims fill no whole sectors, 32 bytes of memory, before that pass: there it pays.
+    The specialised kernel, which wants both rotated, makes up for it.
+    """
+    if max_seqlen <= window_limit(dtype, head_dim):
+        return "qk"
+    if rotary_dim == head_dim or head_dim % 16 > 0:
+        return "none"
+    return "none" if is_specialized(dtype, head_dim, max_seqlen, tokens, heads, source) else "q"
 
 
 def head_tiles(

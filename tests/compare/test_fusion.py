@@ -99,7 +99,7 @@ def test_auto_is_what_the_packages_say(dtype):
             ("segments-9216 head_dim=80 rotary_dim=40", "q"),
         ):
             (workload,) = [w for w in fusion.grid() if w.name == name]
-            assert fusion.auto_fuse(implementation, variant(workload, dtype=dtype)) == expected
+            assert fusion.default_fuse(implementation, variant(workload, dtype=dtype)) == expected
 
 
 def cells():

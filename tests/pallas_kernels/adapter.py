@@ -34,6 +34,7 @@ class JaxAdapter:
 
     implementation: str
     package = pallas_kernels
+    source = ()
     array = staticmethod(jnp.asarray)
 
     def attention(self, case, packed=False, alike=False, **options):

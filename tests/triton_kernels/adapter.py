@@ -6,6 +6,7 @@ import torch
 
 import triton_kernels
 from compare.guards import guarded, guarded_results, intact, same_bits
+from triton_kernels.launch import launch_source
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -39,6 +40,7 @@ def public_function(packed):
 class TorchAdapter:
     implementation: str
     package = triton_kernels
+    source = (launch_source(None),)
     array = staticmethod(to_torch)
 
     def attention(self, case, packed=False, alike=False, **options):
