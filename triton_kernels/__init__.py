@@ -5,15 +5,17 @@
   path, differentiable path).
 - The kernels: `window_kernel` (a whole short segment in one tile), `stream_kernel` (long segments:
   query blocks, and the segments that reach into them), `softmax` (its loop over a segment's keys,
-  block by block), `rotate_kernel` (rotation as a pass of its own), `tiles` (loading and rotating a
-  tile, which they share).
+  block by block), `specialized_kernel` (long images on Hopper GPUs: some warps load, others
+  compute), `rotate_kernel` (rotation as a pass of its own), `tiles` (loading and rotating a tile,
+  which they share).
 - Launching: `launch` (block sizes, warps, stages, registers, from `launches.json`), `launch_table`
-  (what that holds, and how a launch is found in it), `run`.
+  (what that holds, and how a launch is found in it), `specialized` (when that kernel takes the
+  stream kernel's place, and what `fuse="auto"` means), `run`.
 
 Only here, not in its twin `pallas_kernels`: `operators` registers with `torch.library`, `dispatch`
-says when a call need not go through it, `calls` remembers what is launched for a call, and
-`rotate_in_order` and its kernel rotate in front of a library's attention. `integrations` is for
-Hugging Face's models.
+says when a call need not go through it, `calls` remembers what is launched for a call,
+`descriptors` describes tensors to the copy engine, and `rotate_in_order` and its kernel rotate in
+front of a library's attention. `integrations` is for Hugging Face's models.
 """
 
 try:

@@ -25,7 +25,8 @@ from triton_kernels.softmax import PARTS, sum_fits
 from triton_kernels.stream_kernel import last_start_at
 from triton_kernels.tiles import segment_bounds
 
-copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # before Triton 3.8
+# Triton 3.7 and older know but the second name.
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # Query rows of a group of warps, and groups that compute.
 ROWS: tl.constexpr = tl.constexpr(64)
@@ -315,7 +316,7 @@ def visit_online(q, k, v, descs, tile, tiles, start, first_keys, head, scale_log
     acc, acc_tail = zero_sums(MAIN, TAIL)
     column = gl.arange(0, KEYS, gl.SliceLayout(0, S))[None, :]
     for i in range(0, tiles):
-        tl.debug_barrier()
+        tl.debug_barrier()  # all warps have read the tile before
         mbarrier.expect(full, 2 * KEYS * (MAIN + TAIL) * 2)
         row = tile_row(i, start, first_keys)
         keys = gl.where(i == 0, first_keys, KEYS)
