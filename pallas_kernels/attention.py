@@ -54,7 +54,8 @@ def fused_rope_attention(
         scale: static factor of the logits, 2 ** -100 to 2 ** 100; default head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice;
-            else "none", or "q" where rotary_dim < head_dim and head_dim is a multiple of 16.
+            else "none", or "q" where rotary_dim < head_dim and head_dim is a multiple of 16, but
+            for long images on Hopper GPUs, see specialized.py.
         implementation: "triton" is the kernel on Pallas' Triton backend, but over long images on
             Hopper GPUs on its Mosaic GPU backend, see specialized.py (on a CPU: in Pallas'
             interpreter, which needs jax_enable_x64 off, check_vma=False under shard_map, and heads

@@ -3,7 +3,7 @@
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels.compile import HAVE_MOSAIC, local_gpu
+from pallas_kernels.compile import HAVE_MOSAIC, local_gpus
 from pallas_kernels.launch import may_specialize, window_limit
 from pallas_kernels.softmax import is_online
 
@@ -28,8 +28,9 @@ def is_specialized(
 
     Where Q and K are rotated beforehand.
     """
-    gpu = local_gpu()
-    if not HAVE_MOSAIC or gpu is None or gpu.compute_capability != "9.0" or not may_specialize():
+    # One program is for all GPUs here.
+    capabilities = {gpu.compute_capability for gpu in local_gpus()}
+    if not HAVE_MOSAIC or capabilities != {"9.0"} or not may_specialize():
         return False
     if max_seqlen <= _LONGEST_FOR_STREAM or is_online(dtype, head_dim, max_seqlen):
         return False

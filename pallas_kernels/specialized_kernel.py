@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
 from pallas_kernels.launch import head_split, rotated_row
-from pallas_kernels.sharding import varying_axes
+from pallas_kernels.sharding import vary_as
 from pallas_kernels.softmax import PARTS, reference_fits
 from pallas_kernels.specialized import BLOCK, COLUMN_UNIT, ROW_UNIT
 from pallas_kernels.stream_kernel import last_start_at
@@ -116,14 +116,12 @@ def specialized_attention(
         specialized_kernel,
         parts=parts, scale_log2=scale_log2, max_seqlen=max_seqlen, heads=heads, head_dim=head_dim,
     )  # fmt: skip
-    # Under shard_map the result varies over the mesh axes that any operand varies over.
-    varying = varying_axes(q, k, v, cu_seqlens)
-    manual_axis_type = jax.sharding.ManualAxisType(varying=varying)
+    # Under shard_map the result varies over the mesh axes that any operand varies over, which the
+    # backend is not told of.
+    vary = vary_as(q, k, v, cu_seqlens)
     call = mosaic.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(
-            (tokens, heads * head_dim), v.dtype, manual_axis_type=manual_axis_type
-        ),
+        out_type=jax.ShapeDtypeStruct((tokens, heads * head_dim), v.dtype),
         scratch_types=(
             tuple(shared((GROUPS, ROWS, columns)) for columns in split),
             tuple(shared((STAGES, KEYS, columns)) for columns in split),
@@ -151,7 +149,7 @@ def specialized_attention(
     )
     with jax.enable_x64(False):  # numbers of rows are 32-bit
         q, k, v = (x.reshape(tokens, -1) for x in (q, k, v))  # which moves nothing
-        return call(q, k, v, cu_seqlens).reshape(tokens, heads, head_dim)
+        return vary(call(q, k, v, cu_seqlens).reshape(tokens, heads, head_dim))
 
 
 def specialized_kernel(

@@ -156,7 +156,8 @@ def attend(
     if not kernel:
         return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
     if max_seqlen is None:
-        max_seqlen = int(cu_seqlens.long().diff().max())  # hostile lengths may pass 32 bits
+        max_seqlen = cu_seqlens.long().diff().max()  # hostile lengths may pass 32 bits
+    max_seqlen = int(max_seqlen)  # Triton launches no numbers of NumPy's
     source = launch_source(q.device.index)
     if fuse == "auto":
         tokens, heads, head_dim = q.shape

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import pallas_kernels
 from pallas_kernels import launch, specialized
@@ -22,11 +23,11 @@ def takes(**changes):
 
 @pytest.fixture
 def on(monkeypatch):
-    """Make this a machine with a GPU of a compute capability, and JAX one that has Mosaic."""
+    """Make this a machine with GPUs of compute capabilities, and JAX one that has Mosaic."""
 
-    def put(capability):
-        gpu = None if capability is None else SimpleNamespace(compute_capability=capability)
-        monkeypatch.setattr(specialized, "local_gpu", lambda: gpu)
+    def put(*capabilities):
+        gpus = tuple(SimpleNamespace(compute_capability=c) for c in capabilities)
+        monkeypatch.setattr(specialized, "local_gpus", lambda: gpus)
         monkeypatch.setattr(specialized, "HAVE_MOSAIC", True)
 
     return put
@@ -59,9 +60,9 @@ def test_others_do_not(on, changes):
     assert not takes(**changes)
 
 
-@pytest.mark.parametrize("capability", [None, "8.0", "10.0"])
-def test_nor_do_other_gpus(on, capability):
-    on(capability)
+@pytest.mark.parametrize("capabilities", [(), ("8.0",), ("10.0",), ("9.0", "10.0")])
+def test_nor_do_other_gpus(on, capabilities):
+    on(*capabilities)
     assert not takes()
 
 
@@ -81,6 +82,29 @@ def test_launches_of_a_table_may_be_without_it(on):
 )  # fmt: skip
 def test_what_fits(tokens, heads, head_dim, fit):
     assert fits(tokens, heads, head_dim) == fit
+
+
+@pytest.mark.skipif(not HAVE_MOSAIC, reason="the kernel is for JAX 0.11.2 and 0.12")
+@pytest.mark.parametrize("implementation", ["auto", "triton"])
+def test_under_shard_map_its_result_varies_as_the_reference_s_does(on, implementation):
+    on("9.0")
+    heads, everywhere = PartitionSpec(None, None, "x"), PartitionSpec()
+
+    def attend(*arguments):
+        return pallas_kernels.fused_rope_attention_qkvpacked(
+            *arguments, max_seqlen=9216, implementation=implementation
+        )
+
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    split = jax.shard_map(
+        attend, mesh=mesh,
+        in_specs=(heads, everywhere, everywhere, everywhere), out_specs=PartitionSpec(None, "x"),
+    )  # fmt: skip
+    angles = jax.ShapeDtypeStruct((9216, 40), jnp.float32)
+    qkv = jax.ShapeDtypeStruct((9216, 3, 32, 80), jnp.bfloat16)
+    traced = jax.make_jaxpr(split)(qkv, angles, angles, jax.ShapeDtypeStruct((2,), jnp.int32))
+    assert "specialized_kernel" in str(traced)
+    assert traced.out_avals[0].shape == (9216, 32, 80)
 
 
 @pytest.mark.gpu

@@ -1,13 +1,18 @@
 """The specialised kernel: when it is taken and, on its GPU, the whole contract."""
 
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 import torch
 
+import triton_kernels
 from tests.kernel_cases import assert_accurate, make_case, relative_rms
 from tests.kernel_contract import KernelContract
 from tests.kernel_stress_contract import StressContract
 from tests.triton_kernels.adapter import TorchAdapter
-from triton_kernels import calls, specialized
+from triton_kernels import attention, calls, specialized
 from triton_kernels.descriptors import can_describe
 from triton_kernels.launch import LaunchSource, launch_source, launching_by
 from triton_kernels.launch_table import Gpu
@@ -17,9 +22,12 @@ H200, H100, A100 = Gpu("NVIDIA H200", "9.0"), Gpu("NVIDIA H100", "9.0"), Gpu("A1
 SHAPE = {"dtype": torch.bfloat16, "head_dim": 80, "max_seqlen": 9216, "tokens": 9216, "heads": 16}
 
 
+def hopper(gpu=H200, specialized=True):
+    return LaunchSource(launch_source(None).table, gpu, specialized)
+
+
 def takes(gpu=H200, specialized=True, **changes):
-    source = LaunchSource(launch_source(None).table, gpu, specialized)
-    return is_specialized(**SHAPE | changes, source=source)
+    return is_specialized(**SHAPE | changes, source=hopper(gpu, specialized))
 
 
 @pytest.fixture
@@ -53,9 +61,44 @@ def test_others_do_not(on_hopper, changes):
     assert not takes(**changes)
 
 
+@pytest.mark.parametrize("longest", [np.int64(9216), np.int32(9216)], ids=repr)
+def test_a_bound_of_numpy_s_is_launched_as_a_number(on_hopper, monkeypatch, longest):
+    """And so is a number after it, whose plan is the same."""
+    launched = []
+    monkeypatch.setattr(attention, "run", lambda call, *_: launched.append(call))
+    monkeypatch.setattr(attention, "launch_source", lambda _: hopper())
+    monkeypatch.setattr(attention, "INTERPRETED", True)
+    # In its key the kernel would look for functions that it calls, which are interpreted here.
+    monkeypatch.setattr(calls, "binary_of", lambda *_: None)
+    calls.plan.cache_clear()
+    angles = torch.empty(9216, 40)
+    cu_seqlens = torch.tensor([0, 9216], dtype=torch.int32)
+    qkv = torch.empty(9216, 3, 16, 80, dtype=torch.bfloat16)
+    for bound in (longest, 9216):
+        triton_kernels.fused_rope_attention_qkvpacked(
+            qkv, angles, angles, cu_seqlens, max_seqlen=bound, implementation="triton"
+        )
+    calls.plan.cache_clear()
+    attentions = [call for call in launched if call.kernel is specialized.specialized_kernel]
+    assert len(attentions) == 2
+    assert {type(x) for call in attentions for x in call.numbers} == {int, float}
+
+
 def test_where_it_cannot_run_none_do(monkeypatch):
     monkeypatch.setattr(specialized, "_CAN_RUN", False)
     assert not takes()
+
+
+def test_without_gluon_the_stream_kernel_is_launched():
+    """As where a version of Triton has it elsewhere; a process of its own, as it is imported."""
+    code = (
+        "import sys; sys.modules['triton.experimental.gluon'] = None\n"
+        "import triton_kernels\n"
+        "from triton_kernels import specialized\n"
+        "assert specialized.specialized_kernel is None and not specialized._CAN_RUN\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
 
 
 def test_launches_of_a_table_may_be_without_it(on_hopper):
