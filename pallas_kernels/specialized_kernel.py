@@ -37,7 +37,7 @@ KEYS = 128
 STAGES = 2
 # Keys among which a row finds its reference: the stream kernel's tile, so that both round alike.
 REFERENCE_KEYS = 64
-# Of a thread: logits, probabilities and sums fill a computing one's.
+# Registers of a thread: logits, probabilities and sums fill those of a computing one.
 REGISTERS = 240
 LOADER_REGISTERS = 24
 

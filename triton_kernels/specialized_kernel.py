@@ -36,7 +36,7 @@ KEYS: tl.constexpr = tl.constexpr(128)
 STAGES: tl.constexpr = tl.constexpr(2)
 # Keys among which a row finds its reference: the stream kernel's tile, so that both round alike.
 REFERENCE_KEYS: tl.constexpr = tl.constexpr(64)
-# Of a thread: logits, probabilities and sums fill a computing one's.
+# Registers of a thread: logits, probabilities and sums fill those of a computing one.
 REGISTERS: tl.constexpr = tl.constexpr(240)
 LOADER_REGISTERS: tl.constexpr = tl.constexpr(24)
 

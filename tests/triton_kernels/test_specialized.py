@@ -126,8 +126,11 @@ class Forced(TorchAdapter):
     def forced(self, monkeypatch):
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("needs a GPU of compute capability 9.0")
-        fits = lambda dtype, head_dim, *_: dtype != torch.float32 and head_dim <= 128  # noqa: E731
-        monkeypatch.setattr(calls, "is_specialized", fits)
+
+        def can_be(dtype, head_dim, *_):
+            return dtype != torch.float32 and head_dim <= 128
+
+        monkeypatch.setattr(calls, "is_specialized", can_be)
         calls.plan.cache_clear()
         yield
         calls.plan.cache_clear()
