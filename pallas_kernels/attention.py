@@ -242,7 +242,7 @@ def _kernel(
     tokens, _, heads, head_dim = v.shape
     shape = v.dtype, head_dim, options.max_seqlen, tokens, heads
     if options.fuse == "none" and not interpret and is_specialized(*shape):
-        from pallas_kernels.specialized_kernel import specialized_attention
+        from pallas_kernels.specialized_call import specialized_attention
 
         parts, scale_log2 = (q_part, k_part, v_part), options.scale * LOG2_E
         longest = min(options.max_seqlen, tokens)

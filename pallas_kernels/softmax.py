@@ -70,10 +70,7 @@ def visit_segment(
             k_head, cos_ref, sin_ref, first_rows, q, q_tail, None,
             main=main, tail=tail, rotate_k=rotate_k,
         )  # fmt: skip
-        # Scaled, it is rounded. If it is so large that this would count, or no number, infinity
-        # takes its place, which suits no row: all probabilities are 0 or NaN.
-        row_max = jnp.max(logits, axis=1)
-        row_max = jnp.where(jnp.abs(row_max * scale_log2) < 4096.0, row_max, jnp.inf)
+        row_max = reference_of(jnp.max(logits, axis=1), scale_log2)
 
     visit = functools.partial(
         visit_keys, k_head, v_head, cos_ref, sin_ref, v_shift, scale_log2, q, q_tail,
@@ -186,6 +183,15 @@ def add_tail_product(
     k_tail = load_rotary(k_head, rows, main, tail, rotary_dim, rotate_k)
     k_tail = rotary_tile(k_tail, cos, sin, rotate_k)  # [block_k, tail]
     return dot(q_tail, k_tail.T, logits)
+
+
+def reference_of(largest: jax.Array, scale_log2: float) -> jax.Array:
+    """Each row's reference, not scaled: its largest logit among the first keys'.
+
+    Scaled, it is rounded. If it is so large that this would count, or no number, infinity takes its
+    place, which suits no row: all probabilities are 0 or NaN.
+    """
+    return jnp.where(jnp.abs(largest * scale_log2) < 4096.0, largest, jnp.inf)
 
 
 def reference_fits(row_sum: jax.Array, out: jax.Array, out_tail: jax.Array | None) -> jax.Array:

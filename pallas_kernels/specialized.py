@@ -4,7 +4,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels.compile import HAVE_MOSAIC, local_gpus
-from pallas_kernels.launch import may_specialize, window_limit
+from pallas_kernels.launch import head_split, may_specialize, window_limit
 from pallas_kernels.softmax import is_online
 
 # Tokens of a program; where its copies start, at multiples of so many rows and columns.
@@ -14,9 +14,10 @@ ROW_UNIT, COLUMN_UNIT = 8, 16
 # Heads of up to 64 columns want few registers: of the stream kernel four programs run at once.
 _WIDEST_FOR_STREAM = 64
 # In shorter segments what a program does before and after its products counts for more, and nothing
-# else runs meanwhile: a multiprocessor holds one. For that reason programs are to fill their waves
-# so far; a GPU of compute capability 9.0 mostly has 132 multiprocessors.
-_LONGEST_FOR_STREAM = 1024
+# else runs meanwhile: a multiprocessor holds one. In Triton most of all where there is no tail; one
+# rule serves both. For that reason programs are to fill their waves so far, too; a GPU of compute
+# capability 9.0 mostly has 132 multiprocessors.
+_SHORTEST, _SHORTEST_WITHOUT_TAIL = 1024, 2048
 _FULL_ENOUGH = 0.8
 _MULTIPROCESSORS = 132
 
@@ -32,7 +33,8 @@ def is_specialized(
     capabilities = {gpu.compute_capability for gpu in local_gpus()}
     if not HAVE_MOSAIC or capabilities != {"9.0"} or not may_specialize():
         return False
-    if max_seqlen <= _LONGEST_FOR_STREAM or is_online(dtype, head_dim, max_seqlen):
+    shortest = _SHORTEST if head_split(head_dim).tail else _SHORTEST_WITHOUT_TAIL
+    if max_seqlen < shortest or is_online(dtype, head_dim, max_seqlen):
         return False
     programs = pl.cdiv(tokens, BLOCK) * heads
     waves = pl.cdiv(programs, _MULTIPROCESSORS)

@@ -22,9 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
-from pallas_kernels.launch import head_split, rotated_row
-from pallas_kernels.sharding import vary_as
-from pallas_kernels.softmax import PARTS, reference_fits
+from pallas_kernels.launch import rotated_row
+from pallas_kernels.softmax import PARTS, reference_fits, reference_of
 from pallas_kernels.specialized import BLOCK, COLUMN_UNIT, ROW_UNIT
 from pallas_kernels.stream_kernel import last_start_at
 from pallas_kernels.tiles import Ref, Scalar, segment_bounds
@@ -81,75 +80,6 @@ class Keys(NamedTuple):
     end: Scalar
     first: Scalar
     tiles: Scalar
-
-
-def specialized_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cu_seqlens: jax.Array,
-    parts: tuple[int, int, int],
-    scale_log2: float,
-    max_seqlen: int,
-    interpret: bool = False,
-) -> jax.Array:
-    """Attention within segments, of arrays that `specialized.fits` names.
-
-    Args:
-        q, k: [tokens, parts, row], as rotate_kernel writes them; may be the same.
-        v: [tokens, parts, heads, head_dim], bf16 or fp16.
-        cu_seqlens: [segments + 1] int32.
-        parts: which of them q, k and v are.
-        scale_log2: scale times log2(e).
-        max_seqlen: what most segments' length is guessed to be.
-        interpret: in Pallas' interpreter.
-
-    Returns:
-        [tokens, heads, head_dim]
-    """
-    tokens, _, heads, head_dim = v.shape
-    split = [columns for columns in head_split(head_dim) if columns > 0]
-    copies = len(split)
-    width = pl.cdiv(head_dim, COLUMN_UNIT) * COLUMN_UNIT
-    shared = functools.partial(mosaic.SMEM, dtype=v.dtype)
-    kernel = functools.partial(
-        specialized_kernel,
-        parts=parts, scale_log2=scale_log2, max_seqlen=max_seqlen, heads=heads, head_dim=head_dim,
-    )  # fmt: skip
-    # Under shard_map the result varies over the mesh axes that any operand varies over, which the
-    # backend is not told of.
-    vary = vary_as(q, k, v, cu_seqlens)
-    call = mosaic.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((tokens, heads * head_dim), v.dtype),
-        scratch_types=(
-            tuple(shared((GROUPS, ROWS, columns)) for columns in split),
-            tuple(shared((STAGES, KEYS, columns)) for columns in split),
-            (shared((STAGES, KEYS, width)),),
-            shared((GROUPS, ROWS, head_dim)),
-            mosaic.SMEM((GROUPS, ROWS), jnp.int32),
-            mosaic.Barrier(num_arrivals=copies, num_barriers=GROUPS),
-            mosaic.Barrier(num_arrivals=copies, num_barriers=STAGES),
-            mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-            mosaic.Barrier(num_arrivals=1, num_barriers=STAGES),
-            mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-            mosaic.Barrier(num_arrivals=GROUPS),
-            mosaic.Barrier(num_arrivals=copies + 1, num_barriers=GROUPS),
-            # The interpreter multiplies by nothing but shared memory.
-            shared((GROUPS, ROWS, KEYS)) if interpret else None,
-        ),
-        grid=(pl.cdiv(tokens, BLOCK) * heads,),
-        grid_names=("program",),
-        num_threads=GROUPS + 1,
-        thread_name="group",
-        # Exponentials by one instruction each.
-        compiler_params=mosaic.CompilerParams(approx_math=True),
-        interpret=mosaic.InterpretGPUParams() if interpret else None,
-        kernel_name=kernel.func.__name__,
-    )
-    with jax.enable_x64(False):  # numbers of rows are 32-bit
-        q, k, v = (x.reshape(tokens, -1) for x in (q, k, v))  # which moves nothing
-        return vary(call(q, k, v, cu_seqlens).reshape(tokens, heads, head_dim))
 
 
 def specialized_kernel(
@@ -363,10 +293,8 @@ def visit_segment(
     mosaic.barrier_arrive(k.empty.at[stage_of(tile)])
     _, low, high = tile_of(keys, 0)
     logits = masked(logits, low, high)
-    # Scaled, it is rounded. If it is so large that this would count, or no number, infinity takes
-    # its place, which suits no row: all probabilities are 0 or NaN.
-    reference = jnp.max(masked(logits, low, low + REFERENCE_KEYS), axis=1) * scale_log2
-    reference = jnp.where(jnp.abs(reference) < 4096.0, reference, jnp.inf)
+    among = masked(logits, low, low + REFERENCE_KEYS)
+    reference = reference_of(jnp.max(among, axis=1), scale_log2) * scale_log2
 
     def probabilities(logits: jax.Array) -> jax.Array:
         return jnp.exp2(logits * scale_log2 - by_rows(reference, logits))

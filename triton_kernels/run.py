@@ -37,6 +37,7 @@ class Call(NamedTuple):
         device: index of the GPU; None for the CPU, where Triton interprets.
         tiles: what the kernel takes descriptors of, in front of its tensors.
         binary: what is launched, see `binary_of`; None where Triton has to look at each call.
+        overlap: it may start before the kernel in front of it has ended, for which it waits itself.
     """
 
     kernel: JITFunction
@@ -47,6 +48,7 @@ class Call(NamedTuple):
     device: int | None
     binary: Binary | None
     tiles: tuple[Tile, ...] = ()
+    overlap: bool = False
 
 
 # One for each kind of call, however many sizes there are: no size is in the key.
@@ -94,6 +96,7 @@ def run(
         num_stages=launch.num_stages,
         maxnreg=launch.maxnreg,
         enable_fp_fusion=True,
+        launch_pdl=call.overlap,
     )
     if binary is not None and isinstance(compiled, CompiledKernel):  # the interpreter returns none
         binary.compiled = compiled

@@ -62,10 +62,7 @@ def visit_segment(
             q, q_tail, head, None,
             HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
         )  # fmt: skip
-        # Scaled, it is rounded. If it is so large that this would count, or no number, infinity
-        # takes its place, which suits no row: all probabilities are 0 or NaN.
-        row_max = tl.max(logits, 1)
-        row_max = tl.where(tl.abs(row_max * scale_log2) < 4096.0, row_max, float("inf"))
+        row_max = reference_of(tl.max(logits, 1), scale_log2)
 
     # The product of the tail's columns is computed a block of keys ahead: issued behind those with
     # V, it is there when the next block's logits start from it. Rotating K and fp32 take the
@@ -200,6 +197,16 @@ def reference_fits(row_sum, out, out_tail, TAIL: tl.constexpr):
     if TAIL > 0:
         finite = finite & (tl.sum(out_tail.to(tl.float32) * 0.0, 1) == 0.0)
     return finite & sum_fits(row_sum, out.dtype)
+
+
+@triton.jit
+def reference_of(largest, scale_log2):
+    """Each row's reference, not scaled: its largest logit among the first keys'.
+
+    Scaled, it is rounded. If it is so large that this would count, or no number, infinity takes its
+    place, which suits no row: all probabilities are 0 or NaN.
+    """
+    return tl.where(tl.abs(largest * scale_log2) < 4096.0, largest, float("inf"))
 
 
 @triton.jit

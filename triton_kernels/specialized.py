@@ -6,7 +6,7 @@ import torch
 import triton
 
 from triton_kernels.descriptors import Tile, make_tile
-from triton_kernels.launch import HeadSplit, LaunchSource, window_limit
+from triton_kernels.launch import HeadSplit, LaunchSource, head_split, window_limit
 from triton_kernels.launch_table import Launch
 from triton_kernels.softmax import is_online
 
@@ -27,9 +27,10 @@ except (ImportError, AttributeError):  # and is experimental: versions to come m
 # Heads of up to 64 columns want few registers: of the stream kernel four programs run at once.
 _WIDEST_FOR_STREAM = 64
 # In shorter segments what a program does before and after its products counts for more, and nothing
-# else runs meanwhile: a multiprocessor holds one. For that reason programs are to fill their waves
-# so far; a GPU of compute capability 9.0 mostly has 132 multiprocessors.
-_LONGEST_FOR_STREAM = 1024
+# else runs meanwhile: a multiprocessor holds one. Most of all where there is no tail, and so groups
+# do not take turns. For that reason programs are to fill their waves so far, too; a GPU of compute
+# capability 9.0 mostly has 132 multiprocessors.
+_SHORTEST, _SHORTEST_WITHOUT_TAIL = 1024, 2048
 _FULL_ENOUGH = 0.8
 _MULTIPROCESSORS = 132
 
@@ -49,7 +50,8 @@ def is_specialized(
     gpu = source.gpu
     if not _CAN_RUN or gpu is None or gpu.compute_capability != "9.0" or not source.specialized:
         return False
-    if max_seqlen <= _LONGEST_FOR_STREAM or is_online(dtype, head_dim, max_seqlen):
+    shortest = _SHORTEST if head_split(head_dim).tail else _SHORTEST_WITHOUT_TAIL
+    if max_seqlen < shortest or is_online(dtype, head_dim, max_seqlen):
         return False
     programs = triton.cdiv(tokens, LAUNCH.block) * heads
     waves = triton.cdiv(programs, _MULTIPROCESSORS)

@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from triton_kernels.softmax import PARTS, sum_fits
+from triton_kernels.softmax import PARTS, reference_of, sum_fits
 from triton_kernels.stream_kernel import last_start_at
-from triton_kernels.tiles import segment_bounds
+from triton_kernels.tiles import segment_bounds, wait_for_rotation
 
 # Triton 3.7 and older know but the second name.
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -54,6 +54,8 @@ def specialized_kernel(
     tokens, segments, max_seqlen, scale_log2,
     # shape of a head and how it is cut
     HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr,
+    # it starts before the rotation in front of it has ended
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One program for each (head, token block); blocks run fastest and share the head's K and V."""
     BLOCK: gl.constexpr = ROWS * GROUPS
@@ -80,17 +82,18 @@ def specialized_kernel(
     k = (k_main, k_tail, barriers(STAGES, 1), barriers(STAGES, GROUPS))
     v = (v_main, v_tail, barriers(STAGES, 1), barriers(STAGES, GROUPS))
     again = barriers(GROUPS, 1)
+    turns = barriers(GROUPS, 1)
     fence_async_shared()
 
     descs = (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc)
     out_ptr += block_start.to(gl.int64) * HEADS * HEAD_DIM + head * HEAD_DIM
     gl.warp_specialize(
         [
-            (attend_rows, (q, k, v, again, descs, out_ptr, visited, head, scale_log2,
+            (attend_rows, (q, k, v, again, turns, descs, out_ptr, visited, head, scale_log2,
                            gl.constexpr(0), HEADS, HEAD_DIM, MAIN, TAIL)),
-            (attend_rows, (q, k, v, again, descs, out_ptr, visited, head, scale_log2,
+            (attend_rows, (q, k, v, again, turns, descs, out_ptr, visited, head, scale_log2,
                            gl.constexpr(1), HEADS, HEAD_DIM, MAIN, TAIL)),
-            (load_tiles, (q, k, v, descs, visited, head, HEADS, MAIN, TAIL)),
+            (load_tiles, (q, k, v, descs, visited, head, HEADS, MAIN, TAIL, OVERLAP)),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
@@ -148,12 +151,13 @@ def tile_row(i, start, first_keys):
 
 
 @gluon.jit
-def load_tiles(q, k, v, descs, visited, head,
-               HEADS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+def load_tiles(q, k, v, descs, visited, head, HEADS: gl.constexpr, MAIN: gl.constexpr,
+               TAIL: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """The loading warp: the block's queries, and all keys and values of its segments."""
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc = descs
     _, _, first_segment, last_segment, block_start = visited
     q_main, q_tail, q_full = q
+    wait_for_rotation(OVERLAP)
     mbarrier.expect(q_full.index(0), GROUPS * ROWS * (MAIN + TAIL) * 2)
     for group in gl.static_range(GROUPS):
         load_rotated(q_desc, q_tail_desc, block_start + group * ROWS, head,
@@ -197,8 +201,8 @@ def load_head(desc, tail_desc, row, head, main, tail, full,
 
 
 @gluon.jit
-def attend_rows(q, k, v, again, descs, out_ptr, visited, head, scale_log2, GROUP: gl.constexpr,
-                HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+def attend_rows(q, k, v, again, turns, descs, out_ptr, visited, head, scale_log2,
+                GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
                 MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """A computing group of warps: the result of its rows."""
     _, tokens, first_segment, last_segment, block_start = visited
@@ -214,7 +218,7 @@ def attend_rows(q, k, v, again, descs, out_ptr, visited, head, scale_log2, GROUP
     for segment in range(first_segment, last_segment + 1):
         start, end, tiles, first_keys = keys_of(visited, segment)
         row_sum, acc, acc_tail = visit_segment(
-            q, k, v, tile, tiles, first_keys, end - start, scale_log2, MAIN, TAIL
+            q, k, v, turns, tile, tiles, first_keys, end - start, scale_log2, GROUP, MAIN, TAIL
         )
         tile += tiles
         out, out_tail = divided(row_sum, acc, acc_tail, q[0].dtype, TAIL)
@@ -254,26 +258,26 @@ def attend_rows(q, k, v, again, descs, out_ptr, visited, head, scale_log2, GROUP
 
 
 @gluon.jit
-def visit_segment(q, k, v, tile, tiles, first_keys, keys, scale_log2,
-                  MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+def visit_segment(q, k, v, turns, tile, tiles, first_keys, keys, scale_log2,
+                  GROUP: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """Over a segment's keys, by one reference a row: sums of the probabilities, and of V by these.
 
-    The product of a tile's probabilities and V is computed together with the logits of the next.
+    The product of a tile's probabilities and V is computed together with the logits of the next,
+    and groups take turns in computing these: while one does, the other takes exponentials.
     """
     k_main, k_tail, k_full, k_empty = k
     v_main, v_tail, v_full, v_empty = v
     acc, acc_tail = zero_sums(MAIN, TAIL)
     stage, parity = stage_of(tile)
     mbarrier.wait(k_full.index(stage), parity)
+    take_turn(turns, tile, GROUP, TAIL)
     logits = key_logits(q, k_main.index(stage), k_tail.index(stage), TAIL)
     logits = warpgroup_mma_wait(0, deps=[logits])
+    pass_turn(turns, GROUP, TAIL)
     mbarrier.arrive(k_empty.index(stage), count=1)
     column = gl.arange(0, KEYS, gl.SliceLayout(0, logits.type.layout))[None, :]
-    # Scaled, it is rounded. If it is so large that this would count, or no number, infinity takes
-    # its place, which suits no row: all probabilities are 0 or NaN.
     among = gl.where(column < gl.minimum(keys, REFERENCE_KEYS), logits, -float("inf"))
-    reference = gl.max(among, 1) * scale_log2
-    reference = gl.where(gl.abs(reference) < 4096.0, reference, float("inf"))
+    reference = reference_of(gl.max(among, 1), scale_log2) * scale_log2
     logits = gl.where(column < first_keys, logits, -float("inf"))
     p = gl.exp2(logits * scale_log2 - reference[:, None])
     row_sums = partial_sums(p)
@@ -282,15 +286,17 @@ def visit_segment(q, k, v, tile, tiles, first_keys, keys, scale_log2,
         before, before_parity = stage, parity
         stage, parity = stage_of(tile + i)
         mbarrier.wait(v_full.index(before), before_parity)
+        mbarrier.wait(k_full.index(stage), parity)
+        take_turn(turns, tile + i, GROUP, TAIL)
         acc, acc_tail = add_values(
             p, v_main.index(before), v_tail.index(before), acc, acc_tail, TAIL
         )
-        mbarrier.wait(k_full.index(stage), parity)
         logits = key_logits(q, k_main.index(stage), k_tail.index(stage), TAIL)
         if TAIL > 0:
             logits, acc, acc_tail = warpgroup_mma_wait(0, deps=[logits, acc, acc_tail])
         else:
             logits, acc = warpgroup_mma_wait(0, deps=[logits, acc])
+        pass_turn(turns, GROUP, TAIL)
         mbarrier.arrive(k_empty.index(stage), count=1)
         mbarrier.arrive(v_empty.index(before), count=1)
         p = gl.exp2(logits * scale_log2 - reference[:, None])
@@ -301,6 +307,23 @@ def visit_segment(q, k, v, tile, tiles, first_keys, keys, scale_log2,
     acc, acc_tail = wait_for_sums(acc, acc_tail, TAIL)
     mbarrier.arrive(v_empty.index(stage), count=1)
     return gl.sum(row_sums, 1), acc, acc_tail
+
+
+@gluon.jit
+def take_turn(turns, tile, GROUP: gl.constexpr, TAIL: gl.constexpr):
+    """Wait until the other group's products have ended: with the tile before, or with this one.
+
+    Only where there is a tail. Wide products do not gain.
+    """
+    if TAIL > 0:
+        mbarrier.wait(turns.index(GROUP), tile & 1 ^ (1 - GROUP))
+
+
+@gluon.jit
+def pass_turn(turns, GROUP: gl.constexpr, TAIL: gl.constexpr):
+    """Let the other group go on."""
+    if TAIL > 0:
+        mbarrier.arrive(turns.index(1 - GROUP), count=1)
 
 
 @gluon.jit

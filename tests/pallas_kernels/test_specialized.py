@@ -37,7 +37,7 @@ def on(monkeypatch):
     "changes",
     [
         {}, {"dtype": jnp.float16}, {"head_dim": 72}, {"head_dim": 128},
-        {"max_seqlen": 1025},  # in many segments
+        {"max_seqlen": 1024}, {"max_seqlen": 2048, "head_dim": 128},  # in many segments
         {"tokens": 1936, "max_seqlen": 1936},  # 256 programs, of two waves' 264
     ],
 )  # fmt: skip
@@ -50,7 +50,7 @@ def test_long_images_of_wide_heads_take_it(on, changes):
     "changes",
     [
         {"dtype": jnp.float32}, {"head_dim": 64}, {"head_dim": 136},
-        {"max_seqlen": 1024},
+        {"max_seqlen": 1023}, {"max_seqlen": 2047, "head_dim": 128},
         {"tokens": 2304, "max_seqlen": 2304},  # 288 programs, of three waves' 396
         {"tokens": 9220}, {"head_dim": 72, "heads": 15},  # whose tiles do not fit
     ],

@@ -1,0 +1,82 @@
+"""Calling the specialised kernel: its grid, its shared memory and its barriers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as mosaic
+
+from pallas_kernels.launch import head_split
+from pallas_kernels.sharding import vary_as
+from pallas_kernels.specialized import BLOCK, COLUMN_UNIT
+from pallas_kernels.specialized_kernel import GROUPS, KEYS, ROWS, STAGES, specialized_kernel
+
+
+def specialized_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cu_seqlens: jax.Array,
+    parts: tuple[int, int, int],
+    scale_log2: float,
+    max_seqlen: int,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention within segments, of arrays that `specialized.fits` names.
+
+    Args:
+        q, k: [tokens, parts, row], as rotate_kernel writes them; may be the same.
+        v: [tokens, parts, heads, head_dim], bf16 or fp16.
+        cu_seqlens: [segments + 1] int32.
+        parts: which of them q, k and v are.
+        scale_log2: scale times log2(e).
+        max_seqlen: what most segments' length is guessed to be.
+        interpret: in Pallas' interpreter.
+
+    Returns:
+        [tokens, heads, head_dim]
+    """
+    tokens, _, heads, head_dim = v.shape
+    split = [columns for columns in head_split(head_dim) if columns > 0]
+    copies = len(split)
+    width = pl.cdiv(head_dim, COLUMN_UNIT) * COLUMN_UNIT
+    shared = functools.partial(mosaic.SMEM, dtype=v.dtype)
+    kernel = functools.partial(
+        specialized_kernel,
+        parts=parts, scale_log2=scale_log2, max_seqlen=max_seqlen, heads=heads, head_dim=head_dim,
+    )  # fmt: skip
+    # Under shard_map the result varies over the mesh axes that any operand varies over, which the
+    # backend is not told of.
+    vary = vary_as(q, k, v, cu_seqlens)
+    call = mosaic.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((tokens, heads * head_dim), v.dtype),
+        scratch_types=(
+            tuple(shared((GROUPS, ROWS, columns)) for columns in split),
+            tuple(shared((STAGES, KEYS, columns)) for columns in split),
+            (shared((STAGES, KEYS, width)),),
+            shared((GROUPS, ROWS, head_dim)),
+            mosaic.SMEM((GROUPS, ROWS), jnp.int32),
+            mosaic.Barrier(num_arrivals=copies, num_barriers=GROUPS),
+            mosaic.Barrier(num_arrivals=copies, num_barriers=STAGES),
+            mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            mosaic.Barrier(num_arrivals=1, num_barriers=STAGES),
+            mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            mosaic.Barrier(num_arrivals=GROUPS),
+            mosaic.Barrier(num_arrivals=copies + 1, num_barriers=GROUPS),
+            # The interpreter multiplies by nothing but shared memory.
+            shared((GROUPS, ROWS, KEYS)) if interpret else None,
+        ),
+        grid=(pl.cdiv(tokens, BLOCK) * heads,),
+        grid_names=("program",),
+        num_threads=GROUPS + 1,
+        thread_name="group",
+        # Exponentials by one instruction each.
+        compiler_params=mosaic.CompilerParams(approx_math=True),
+        interpret=mosaic.InterpretGPUParams() if interpret else None,
+        kernel_name=kernel.func.__name__,
+    )
+    with jax.enable_x64(False):  # numbers of rows are 32-bit
+        q, k, v = (x.reshape(tokens, -1) for x in (q, k, v))  # which moves nothing
+        return vary(call(q, k, v, cu_seqlens).reshape(tokens, heads, head_dim))
