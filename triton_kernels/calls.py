@@ -13,19 +13,18 @@ from triton.runtime.jit import JITFunction
 
 from triton_kernels.checks import Form
 from triton_kernels.descriptors import can_describe
-from triton_kernels.launch import (
-    LaunchSource,
-    find_launch,
-    head_split,
-    overlaps,
-    rotated_row,
-    window_limit,
-)
+from triton_kernels.launch import LaunchSource, find_launch, head_split, rotated_row, window_limit
 from triton_kernels.launch_table import Launch
 from triton_kernels.rotate_kernel import rotate_kernel
 from triton_kernels.run import Call, binary_of
 from triton_kernels.softmax import is_online
-from triton_kernels.specialized import LAUNCH, head_tiles, is_specialized, specialized_kernel
+from triton_kernels.specialized import (
+    LAUNCH,
+    can_specialize,
+    head_tiles,
+    is_specialized,
+    specialized_kernel,
+)
 from triton_kernels.stream_kernel import stream_kernel
 from triton_kernels.window_kernel import window_kernel
 
@@ -91,11 +90,10 @@ def plan(
     """
     *qkv, cos, sin, cu_seqlens = (TensorForm(*x) for x in form)
     q, k, v = qkv if len(qkv) == 3 else [_part(qkv[0])] * 3
-    overlap = overlaps(fuse, max_seqlen, source)
     rotations = []
 
     def rotated(x: TensorForm, parts: int) -> TensorForm:
-        rotations.append(_rotation(x, cos, at_16, source, parts, overlap))
+        rotations.append(_rotation(x, cos, at_16, source, parts))
         tokens, _, row = rotations[-1].shape
         return x._replace(shape=torch.Size((tokens, row)), strides=(parts * row, 1))
 
@@ -117,12 +115,9 @@ def _part(qkv: TensorForm) -> TensorForm:
 
 
 def _rotation(
-    x: TensorForm, cos: TensorForm, at_16: bool, source: LaunchSource, parts: int, overlap: bool
+    x: TensorForm, cos: TensorForm, at_16: bool, source: LaunchSource, parts: int
 ) -> Rotation:
-    """Rotation beforehand of so many of Q and K, of which x is the first.
-
-    overlap: the attention behind it may start early.
-    """
+    """Rotation beforehand of so many of Q and K, of which x is the first."""
     tokens, heads, head_dim = x.shape
     row = rotated_row(heads, head_dim)
     rows = [*x.strides[:2], parts * row, row]
@@ -132,7 +127,7 @@ def _rotation(
     split = head_split(head_dim)
     constants = (
         heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit, parts,
-        launch.block, launch.block_k, overlap,
+        launch.block, launch.block_k, can_specialize(source),
     )  # fmt: skip
     numbers = tokens, *strides
     call = make_call(rotate_kernel, programs, launch, numbers, constants, x, aligned)
@@ -159,7 +154,6 @@ def attention_call(
     aligned, angle_unit, strides = in_units(rows, cos, at_16)
     segments = cu_seqlens.shape[0] - 1
     shape = x.dtype, head_dim, max_seqlen, tokens * heads
-    overlap = overlaps(fuse, max_seqlen, source)
     split = head_split(head_dim)
     if (
         fuse == "none"
@@ -168,27 +162,27 @@ def attention_call(
         and is_specialized(x.dtype, head_dim, max_seqlen, tokens, heads, source)
     ):
         numbers = tokens, segments, min(max_seqlen, tokens), scale * LOG2_E
-        constants = heads, head_dim, *split, overlap
+        constants = heads, head_dim, *split
         programs = triton.cdiv(tokens, LAUNCH.block) * heads
         call = make_call(specialized_kernel, programs, LAUNCH, numbers, constants, x, aligned)
-        return call._replace(tiles=head_tiles(*qkv, split), overlap=overlap)
+        # It finds its segments while the rotation ends. Of the stream kernel several programs share
+        # a multiprocessor: they would be dealt out unevenly.
+        return call._replace(tiles=head_tiles(*qkv, split), overlap=True)
     if aligned and max_seqlen <= window_limit(x.dtype, head_dim):
         launch = find_launch("window", *shape, source)
         kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
-        overlap = False
     else:
         name = "rotating_stream" if fuse == "qk" else "stream"
         launch = find_launch(name, *shape, source, aligned)
         programs = triton.cdiv(tokens, launch.block) * heads
         online = is_online(x.dtype, head_dim, max_seqlen)
-        kernel, blocks = stream_kernel, (online, launch.block, launch.block_k, overlap)
+        kernel, blocks = stream_kernel, (online, launch.block, launch.block_k)
     numbers = tokens, segments, scale * LOG2_E, *strides
     constants = (
         heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit,
         fuse != "none", fuse == "qk", *blocks,
     )  # fmt: skip
-    call = make_call(kernel, programs, launch, numbers, constants, x, aligned)
-    return call._replace(overlap=overlap)
+    return make_call(kernel, programs, launch, numbers, constants, x, aligned)
 
 
 def _row_strides(x: TensorForm) -> tuple[int, int]:

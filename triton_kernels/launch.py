@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from triton import knobs
 
 from triton_kernels.launch_table import Gpu, Launch, Shape, Table, next_power_of_2
 
@@ -20,11 +19,6 @@ TABLE_FILE = Path(__file__).with_name("launches.json")
 _PACKAGED = Table.read(TABLE_FILE)
 _table = ContextVar("table", default=_PACKAGED)
 _specialized = ContextVar("specialized", default=True)
-
-
-# Over longer segments it spares 1 % at most. And programs that start all at once ask the L2 cache
-# for the same keys at the same time: the stream kernel took 5 % longer over 2,304 tokens.
-_LONGEST_OVERLAP = 1024
 
 
 class HeadSplit(NamedTuple):
@@ -103,16 +97,6 @@ def find_launch(
     operands = "single" if dtype == torch.float32 else "half"
     shape = Shape(kernel, operands if aligned else "unaligned", head_dim, max_seqlen, rows)
     return source.table.find(source.gpu, shape)
-
-
-def overlaps(fuse: str, max_seqlen: int, source: LaunchSource) -> bool:
-    """Whether attention is launched before the rotation in front of it has ended.
-
-    CUDA's programmatic dependent launch, which came with compute capability 9.0.
-    """
-    if fuse == "qk" or source.gpu is None or knobs.runtime.interpret:
-        return False
-    return max_seqlen <= _LONGEST_OVERLAP and float(source.gpu.compute_capability) >= 9.0
 
 
 @functools.cache

@@ -5,14 +5,9 @@ Bound by memory alone: one read and one write of x, the angles read once for all
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from triton_kernels.tiles import (
-    let_attention_start,
-    load_angles,
-    load_pairs,
-    rotary_tile,
-    store_rotated,
-)
+from triton_kernels.tiles import load_angles, load_pairs, rotary_tile, store_rotated
 
 # Sizes and strides vary from call to call: one binary serves all.
 NUMBERS = (
@@ -41,14 +36,15 @@ def rotate_kernel(
     PARTS: tl.constexpr,
     # rows of a tile, heads of a program
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    # the attention behind it starts before it has ended
+    # attention that is launched early may start, as soon as there is room for it
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rotate into the paired order, and the places, that load_rotary reads from.
 
     One program for each (token block, part, group of heads).
     """
-    let_attention_start(OVERLAP)
+    if OVERLAP:
+        gdc_launch_dependents()
     # Written out, the factors tell the compiler that it may load 16 bytes at a time.
     UNIT: tl.constexpr = 8 if ALIGNED else 1
     x_stride, out_stride = x_stride * UNIT, out_stride * UNIT

@@ -37,7 +37,8 @@ class Call(NamedTuple):
         device: index of the GPU; None for the CPU, where Triton interprets.
         tiles: what the kernel takes descriptors of, in front of its tensors.
         binary: what is launched, see `binary_of`; None where Triton has to look at each call.
-        overlap: it may start before the kernel in front of it has ended, for which it waits itself.
+        overlap: it may start before the kernel in front of it has ended, for which it waits itself
+            (CUDA's programmatic dependent launch); the same for all calls of a kernel.
     """
 
     kernel: JITFunction

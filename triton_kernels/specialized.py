@@ -35,6 +35,13 @@ _FULL_ENOUGH = 0.8
 _MULTIPROCESSORS = 132
 
 
+def can_specialize(source: LaunchSource) -> bool:
+    """Whether the specialised kernel may be launched on a GPU."""
+    gpu = source.gpu
+    hopper = gpu is not None and gpu.compute_capability == "9.0"
+    return _CAN_RUN and hopper and source.specialized
+
+
 def is_specialized(
     dtype: torch.dtype,
     head_dim: int,
@@ -47,8 +54,7 @@ def is_specialized(
 
     Where Q and K are rotated beforehand, and all tensors aligned.
     """
-    gpu = source.gpu
-    if not _CAN_RUN or gpu is None or gpu.compute_capability != "9.0" or not source.specialized:
+    if not can_specialize(source):
         return False
     shortest = _SHORTEST if head_split(head_dim).tail else _SHORTEST_WITHOUT_TAIL
     if max_seqlen < shortest or is_online(dtype, head_dim, max_seqlen):

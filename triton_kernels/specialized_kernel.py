@@ -20,10 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from triton_kernels.softmax import PARTS, reference_of, sum_fits
 from triton_kernels.stream_kernel import last_start_at
-from triton_kernels.tiles import segment_bounds, wait_for_rotation
+from triton_kernels.tiles import segment_bounds
 
 # Triton 3.7 and older know but the second name.
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -54,8 +55,6 @@ def specialized_kernel(
     tokens, segments, max_seqlen, scale_log2,
     # shape of a head and how it is cut
     HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr,
-    # it starts before the rotation in front of it has ended
-    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One program for each (head, token block); blocks run fastest and share the head's K and V."""
     BLOCK: gl.constexpr = ROWS * GROUPS
@@ -93,7 +92,7 @@ def specialized_kernel(
                            gl.constexpr(0), HEADS, HEAD_DIM, MAIN, TAIL)),
             (attend_rows, (q, k, v, again, turns, descs, out_ptr, visited, head, scale_log2,
                            gl.constexpr(1), HEADS, HEAD_DIM, MAIN, TAIL)),
-            (load_tiles, (q, k, v, descs, visited, head, HEADS, MAIN, TAIL, OVERLAP)),
+            (load_tiles, (q, k, v, descs, visited, head, HEADS, MAIN, TAIL)),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
@@ -151,13 +150,13 @@ def tile_row(i, start, first_keys):
 
 
 @gluon.jit
-def load_tiles(q, k, v, descs, visited, head, HEADS: gl.constexpr, MAIN: gl.constexpr,
-               TAIL: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+def load_tiles(q, k, v, descs, visited, head,
+               HEADS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """The loading warp: the block's queries, and all keys and values of its segments."""
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc = descs
     _, _, first_segment, last_segment, block_start = visited
     q_main, q_tail, q_full = q
-    wait_for_rotation(OVERLAP)
+    gdc_wait()  # for the rotation in front, during which all this may have been launched
     mbarrier.expect(q_full.index(0), GROUPS * ROWS * (MAIN + TAIL) * 2)
     for group in gl.static_range(GROUPS):
         load_rotated(q_desc, q_tail_desc, block_start + group * ROWS, head,

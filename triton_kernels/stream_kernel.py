@@ -18,7 +18,6 @@ from triton_kernels.tiles import (
     sector_shift,
     segment_bounds,
     store_columns,
-    wait_for_rotation,
 )
 
 # Sizes and strides vary from call to call: one binary serves all.
@@ -52,8 +51,6 @@ def stream_kernel(
     ONLINE: tl.constexpr,
     # rows of a query tile and of a key tile
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-    # it starts before the rotation in front of it has ended
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program for each (head, token block); blocks run fastest and share the head's K and V."""
     # Written out, the factors tell the compiler that it may load 16 bytes at a time.
@@ -67,10 +64,6 @@ def stream_kernel(
     dtype = out_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK)
     token = block_start + rows
-
-    first_segment = tl.maximum(last_start_at(cu_seqlens_ptr, block_start, segments), 0)
-    last_segment = last_start_at(cu_seqlens_ptr, block_end - 1, segments)
-    wait_for_rotation(OVERLAP)
 
     first = block_start.to(tl.int64)
     q_ptr += first * q_stride + head.to(tl.int64) * q_head_stride * UNIT
@@ -113,6 +106,8 @@ def stream_kernel(
     v_shift = None
     if ALIGNED and HEAD_DIM % 16 == 8 and dtype != tl.float32:
         v_shift = sector_shift(v_ptr)
+    first_segment = tl.maximum(last_start_at(cu_seqlens_ptr, block_start, segments), 0)
+    last_segment = last_start_at(cu_seqlens_ptr, block_end - 1, segments)
     covered, misfits = attend_segments(
         k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
         k_stride, v_stride, angle_stride, out_stride, v_shift,

@@ -14,7 +14,6 @@ tiles of all heads, then all tails. So the rows of a tile fill cache lines, what
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Triton's interpreter multiplies the bit patterns of bf16 operands and truncates where a GPU rounds
 # to bf16: dot and cast make up for both.
@@ -37,20 +36,6 @@ def cast(x, dtype: tl.constexpr):
         bits = x.to(tl.int32, bitcast=True)
         x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
     return x.to(dtype)
-
-
-@triton.jit
-def let_attention_start(OVERLAP: tl.constexpr):
-    """In a rotation: the attention behind it may start as soon as there is room for it."""
-    if OVERLAP:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_rotation(OVERLAP: tl.constexpr):
-    """In attention that starts before the rotation in front of it has ended: wait until it has."""
-    if OVERLAP:
-        gdc_wait()
 
 
 @triton.jit

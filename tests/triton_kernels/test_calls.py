@@ -4,12 +4,11 @@ import json
 
 import pytest
 import torch
-from triton import knobs
 
 from triton_kernels.calls import TensorForm, attention_call, plan
 from triton_kernels.checks import form_of
-from triton_kernels.launch import LaunchSource, launch_source, launching_by, rotated_row
-from triton_kernels.launch_table import Gpu, Table
+from triton_kernels.launch import launch_source, launching_by, rotated_row
+from triton_kernels.launch_table import Table
 from triton_kernels.rotate_in_order import rotate_in_order_call
 
 TOKENS, HEADS, HEAD_DIM = 6, 2, 16
@@ -100,29 +99,6 @@ def test_a_plan_is_for_the_tensors_that_rotation_makes(heads, head_dim, fuse, at
     q, k = ([q, k][: 2 - len(rotated)] + rotated)[:2]
     read = tuple(TensorForm(*x) for x in form_of((q, k, v, angles, angles, cu_seqlens)))
     assert reading == attention_call(read, True, source, STREAM, 0.25, fuse)
-
-
-@pytest.mark.parametrize(
-    ("capability", "max_seqlen", "fuse", "overlap"),
-    [
-        ("9.0", 1024, "none", True), ("9.0", 256, "q", True), ("10.0", 1024, "none", True),
-        ("8.0", 1024, "none", False), (None, 1024, "none", False),
-        ("9.0", 1025, "none", False), ("9.0", 1024, "qk", False),
-        ("9.0", 8, "none", False),  # the window kernel does not wait
-    ],
-)  # fmt: skip
-def test_attention_may_start_before_the_rotation_has_ended(
-    monkeypatch, capability, max_seqlen, fuse, overlap
-):
-    monkeypatch.setattr(knobs.runtime, "interpret", False)
-    gpu = None if capability is None else Gpu("a GPU", capability)
-    source = LaunchSource(launch_source(None).table, gpu, specialized=True)
-    calls = plan(form_of(tensors()), True, source, max_seqlen, 0.25, fuse, False)
-    assert calls.attention.overlap == overlap
-    if overlap:  # the kernels are told so: one lets the next start, which waits
-        assert all(rotation.call.constants[-1] for rotation in calls.rotations)
-        assert calls.attention.constants[-1] is True
-    assert not any(rotation.call.overlap for rotation in calls.rotations)
 
 
 def test_what_is_not_aligned_has_no_binary_that_is_known():

@@ -13,6 +13,7 @@ from tests.kernel_contract import KernelContract
 from tests.kernel_stress_contract import StressContract
 from tests.triton_kernels.adapter import TorchAdapter
 from triton_kernels import attention, calls, specialized
+from triton_kernels.checks import form_of
 from triton_kernels.descriptors import can_describe
 from triton_kernels.launch import LaunchSource, launch_source, launching_by
 from triton_kernels.launch_table import Gpu
@@ -82,6 +83,28 @@ def test_a_bound_of_numpy_s_is_launched_as_a_number(on_hopper, monkeypatch, long
     attentions = [call for call in launched if call.kernel is specialized.specialized_kernel]
     assert len(attentions) == 2
     assert {type(x) for call in attentions for x in call.numbers} == {int, float}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tokens", "max_seqlen", "overlap"),
+    [(H100, 1024, 1024, True), (H100, 9216, 9216, True), (H100, 1024, 512, False),
+     (A100, 1024, 1024, False)],
+)  # fmt: skip
+def test_it_starts_while_the_rotation_ends(
+    on_hopper, monkeypatch, gpu, tokens, max_seqlen, overlap
+):
+    monkeypatch.setattr(calls, "binary_of", lambda *_: None)
+    angles, cu_seqlens = torch.empty(tokens, 40), torch.empty(2, dtype=torch.int32)
+    qkv = torch.empty(tokens, 3, 16, 80, dtype=torch.bfloat16)
+    form = form_of((qkv, angles, angles, cu_seqlens))
+    calls.plan.cache_clear()
+    [rotation], attending = calls.plan(form, True, hopper(gpu), max_seqlen, 0.1, "none", True)
+    calls.plan.cache_clear()
+    assert attending.overlap == overlap
+    assert not rotation.call.overlap  # what is in front of it is not known
+    assert (attending.kernel is specialized.specialized_kernel) == overlap
+    # On such GPUs the rotation is compiled to let the next kernel start; others do not know how.
+    assert rotation.call.constants[-1] is (gpu is H100)
 
 
 def test_where_it_cannot_run_none_do(monkeypatch):
