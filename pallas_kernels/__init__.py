@@ -6,14 +6,15 @@
 - The kernels: `window_kernel` (a whole short segment in one tile), `stream_kernel` (long segments:
   query blocks, and the segments that reach into them), `softmax` (its loop over a segment's keys,
   block by block), `specialized_kernel` (long images on Hopper GPUs: some warps load, others
-  compute) and `specialized_call` (its grid and shared memory), `rotate_kernel` (rotation as a pass
-  of its own), `tiles` (loading and rotating a tile, which they share).
+  compute), `rotate_kernel` (rotation as a pass of its own), `tiles` (loading and rotating a tile,
+  which they share).
 - Launching: `launch` (block sizes, warps, stages, registers, from `launches.json`), `launch_table`
   (what that holds, and how a launch is found in it), `specialized` (when that kernel takes the
   stream kernel's place, and what `fuse="auto"` means), `run`.
 
 Only here, not in its twin `triton_kernels`: `compile` and `triton_lowering` let the Triton package,
 where it is installed, compile the kernels on a GPU for XLA to launch (else XLA does both);
+`specialized_call` says what shared memory and barriers that kernel gets, as Mosaic wants to know;
 `sharding` is for heads that are split over devices along a mesh's explicit axes.
 """
 

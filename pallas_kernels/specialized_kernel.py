@@ -11,7 +11,7 @@ For Pallas' Mosaic GPU backend: its Triton backend has no groups of warps, and n
 these start at multiples of eight rows, so that a segment's first tile has up to seven rows before
 it, and of sixteen columns: V of a head that starts between them is loaded from eight before. Where
 there is no row they load zeros, and store nothing. The groups take no turns at multiplying, as the
-twin's do: they would be slower.
+twin's do: over long images they would be slower.
 """
 
 import functools

@@ -243,6 +243,10 @@ def compile_variant(variant: Variant) -> list[dict]:
                 "first_operands": first_operands(compiled.asm["ttgir"]),
                 "descriptors": len(descriptors),
                 "broken_descriptors": broken,
+                "starts_early": options["launch_pdl"],
+                # The instructions of griddepcontrol.wait and griddepcontrol.launch_dependents.
+                "waits": "ACQBULK" in sass,
+                "lets_next_start": "PREEXIT" in sass,
             }
         )
     return records

@@ -102,6 +102,17 @@ def test_products_do_not_wait_for_each_other(compiled):
     assert [r for r in compiled if r["serial_loops"] and not is_serial(r)] == []
 
 
+def test_what_starts_before_the_rotation_has_ended_waits_for_it(compiled):
+    """And nothing else knows of that, but the rotation, which lets it start."""
+    early = [record for record in compiled if record["starts_early"]]
+    assert early
+    assert all(record["waits"] for record in early)
+    for record in compiled:
+        hopper = record["arch"] == 90
+        assert record["waits"] == record["starts_early"]
+        assert record["lets_next_start"] == (hopper and record["kernel"] == "rotate_kernel")
+
+
 def test_all_loads_of_a_tower_s_window_are_in_flight_at_once(compiled):
     """What the kernel's barrier and its launch's bound on registers are for."""
     towers = re.compile(r"sm_90, (64|72|80), bfloat16, max 64")
