@@ -13,12 +13,11 @@ ROW_UNIT, COLUMN_UNIT = 8, 16
 
 # Heads of up to 64 columns want few registers: of the stream kernel four programs run at once.
 _WIDEST_FOR_STREAM = 64
-# In shorter segments what a program does before and after its products counts for more, and nothing
-# else runs meanwhile: a multiprocessor holds one. In Triton most of all where there is no tail; one
-# rule serves both. For that reason programs are to fill their waves so far, too; a GPU of compute
-# capability 9.0 mostly has 132 multiprocessors.
-_SHORTEST, _SHORTEST_WITHOUT_TAIL = 1024, 2048
-_FULL_ENOUGH = 0.8
+# The shortest segments' tokens, and how far programs have to fill their waves. In shorter segments
+# what a program does before and after its products counts for more, most where there is no tail, and
+# so groups do not take turns in Triton. Nothing else runs meanwhile, as a multiprocessor holds one program:
+# so waves are to be full. A GPU of compute capability 9.0 mostly has 132 multiprocessors.
+_WITH_TAIL, _WITHOUT_TAIL = (1024, 0.75), (2048, 0.8)
 _MULTIPROCESSORS = 132
 
 
@@ -33,12 +32,12 @@ def is_specialized(
     capabilities = {gpu.compute_capability for gpu in local_gpus()}
     if not HAVE_MOSAIC or capabilities != {"9.0"} or not may_specialize():
         return False
-    shortest = _SHORTEST if head_split(head_dim).tail else _SHORTEST_WITHOUT_TAIL
+    shortest, fullness = _WITH_TAIL if head_split(head_dim).tail else _WITHOUT_TAIL
     if max_seqlen < shortest or is_online(dtype, head_dim, max_seqlen):
         return False
     programs = pl.cdiv(tokens, BLOCK) * heads
     waves = pl.cdiv(programs, _MULTIPROCESSORS)
-    full = programs >= _FULL_ENOUGH * waves * _MULTIPROCESSORS
+    full = programs >= fullness * waves * _MULTIPROCESSORS
     return head_dim > _WIDEST_FOR_STREAM and full and fits(tokens, heads, head_dim)
 
 

@@ -26,12 +26,11 @@ except (ImportError, AttributeError):  # and is experimental: versions to come m
 
 # Heads of up to 64 columns want few registers: of the stream kernel four programs run at once.
 _WIDEST_FOR_STREAM = 64
-# In shorter segments what a program does before and after its products counts for more, and nothing
-# else runs meanwhile: a multiprocessor holds one. Most of all where there is no tail, and so groups
-# do not take turns. For that reason programs are to fill their waves so far, too; a GPU of compute
-# capability 9.0 mostly has 132 multiprocessors.
-_SHORTEST, _SHORTEST_WITHOUT_TAIL = 1024, 2048
-_FULL_ENOUGH = 0.8
+# The shortest segments' tokens, and how far programs have to fill their waves. In shorter segments
+# what a program does before and after its products counts for more, most where there is no tail, and
+# so groups do not take turns. Nothing else runs meanwhile, as a multiprocessor holds one program:
+# so waves are to be full. A GPU of compute capability 9.0 mostly has 132 multiprocessors.
+_WITH_TAIL, _WITHOUT_TAIL = (1024, 0.75), (2048, 0.8)
 _MULTIPROCESSORS = 132
 
 
@@ -56,12 +55,12 @@ def is_specialized(
     """
     if not can_specialize(source):
         return False
-    shortest = _SHORTEST if head_split(head_dim).tail else _SHORTEST_WITHOUT_TAIL
+    shortest, fullness = _WITH_TAIL if head_split(head_dim).tail else _WITHOUT_TAIL
     if max_seqlen < shortest or is_online(dtype, head_dim, max_seqlen):
         return False
     programs = triton.cdiv(tokens, LAUNCH.block) * heads
     waves = triton.cdiv(programs, _MULTIPROCESSORS)
-    return head_dim > _WIDEST_FOR_STREAM and programs >= _FULL_ENOUGH * waves * _MULTIPROCESSORS
+    return head_dim > _WIDEST_FOR_STREAM and programs >= fullness * waves * _MULTIPROCESSORS
 
 
 def auto_fuse(
