@@ -14,9 +14,10 @@ ROW_UNIT, COLUMN_UNIT = 8, 16
 # Heads of up to 64 columns want few registers: of the stream kernel four programs run at once.
 _WIDEST_FOR_STREAM = 64
 # The shortest segments' tokens, and how far programs have to fill their waves. In shorter segments
-# what a program does before and after its products counts for more, most where there is no tail, and
-# so groups do not take turns in Triton. Nothing else runs meanwhile, as a multiprocessor holds one program:
-# so waves are to be full. A GPU of compute capability 9.0 mostly has 132 multiprocessors.
+# what a program does before and after its products counts for more, most where there is no tail,
+# and so groups do not take turns in Triton. Nothing else runs meanwhile, as a multiprocessor holds
+# one program: so waves are to be full. A GPU of compute capability 9.0 mostly has 132
+# multiprocessors.
 _WITH_TAIL, _WITHOUT_TAIL = (1024, 0.75), (2048, 0.8)
 _MULTIPROCESSORS = 132
 
