@@ -312,8 +312,10 @@ def test_control_c_is_no_traceback(without_gpu, monkeypatch, capsys):
 
 
 DROPPED = """
-import sys, time
+import signal, sys, time
 from compare.__main__ import interrupt_again
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have background jobs ignore it
 
 class Dropping:
     def __del__(self):
