@@ -167,14 +167,15 @@ def _other_windows() -> list[KernelWorkload]:
 def _other_frames() -> list[KernelWorkload]:
     peers = *FRAME_PEERS, _JAX_PEER
     large = KernelWorkload("frames_other-", "frames", _square(1344), peers=peers)
-    small = replace(large, grid_thw=_square(448))
     # Padded to the longest, as JAX's cuDNN wants them, these would be mostly padding.
     ragged = replace(large, peers=(_FA2, _FA3))
+    widths = [
+        _other(large, f"{side}-head{head_dim}", grid_thw=_square(side), head_dim=head_dim)
+        for head_dim in (72, 128)
+        for side in SIDES
+    ]
     return [
-        _other(small, "448-head72", head_dim=72),
-        _other(large, "1344-head72", head_dim=72),
-        _other(small, "448-head128", head_dim=128),
-        _other(large, "1344-head128", head_dim=128),
+        *widths,
         _other(large, "8x1024", grid_thw=_CLIP),
         _other(ragged, "forty", grid_thw=_FORTY_IMAGES),
         _other(ragged, "1344+forty", grid_thw=(*_square(1344), *_FORTY_IMAGES)),

@@ -13,12 +13,13 @@ ROW_UNIT, COLUMN_UNIT = 8, 16
 
 # Heads of up to 64 columns want few registers: of the stream kernel four programs run at once.
 _WIDEST_FOR_STREAM = 64
-# The shortest segments' tokens, and how far programs have to fill their waves. In shorter segments
-# what a program does before and after its products counts for more, most where there is no tail,
-# and so groups do not take turns in Triton. Nothing else runs meanwhile, as a multiprocessor holds
-# one program: so waves are to be full. A GPU of compute capability 9.0 mostly has 132
-# multiprocessors.
-_WITH_TAIL, _WITHOUT_TAIL = (1024, 0.75), (2048, 0.8)
+# The shortest segments' tokens: in shorter ones what a program does before and after its products
+# counts for more.
+_SHORTEST = 768
+# How far programs have to fill their waves where a head has a tail, and where it has none: nothing
+# else runs meanwhile, as a multiprocessor holds one program. A GPU of compute capability 9.0 mostly
+# has 132 multiprocessors.
+_FULL_WITH_TAIL, _FULL_WITHOUT_TAIL = 0.75, 0.7
 _MULTIPROCESSORS = 132
 
 
@@ -33,11 +34,11 @@ def is_specialized(
     capabilities = {gpu.compute_capability for gpu in local_gpus()}
     if not HAVE_MOSAIC or capabilities != {"9.0"} or not may_specialize():
         return False
-    shortest, fullness = _WITH_TAIL if head_split(head_dim).tail else _WITHOUT_TAIL
-    if max_seqlen < shortest or is_online(dtype, head_dim, max_seqlen):
+    if max_seqlen < _SHORTEST or is_online(dtype, head_dim, max_seqlen):
         return False
     programs = pl.cdiv(tokens, BLOCK) * heads
     waves = pl.cdiv(programs, _MULTIPROCESSORS)
+    fullness = _FULL_WITH_TAIL if head_split(head_dim).tail else _FULL_WITHOUT_TAIL
     full = programs >= fullness * waves * _MULTIPROCESSORS
     return head_dim > _WIDEST_FOR_STREAM and full and fits(tokens, heads, head_dim)
 

@@ -26,11 +26,13 @@ except (ImportError, AttributeError):  # and is experimental: versions to come m
 
 # Heads of up to 64 columns want few registers: of the stream kernel four programs run at once.
 _WIDEST_FOR_STREAM = 64
-# The shortest segments' tokens, and how far programs have to fill their waves. In shorter segments
-# what a program does before and after its products counts for more, most where there is no tail,
-# and so groups do not take turns. Nothing else runs meanwhile, as a multiprocessor holds one
-# program: so waves are to be full. A GPU of compute capability 9.0 mostly has 132 multiprocessors.
-_WITH_TAIL, _WITHOUT_TAIL = (1024, 0.75), (2048, 0.8)
+# The shortest segments' tokens: in shorter ones what a program does before and after its products
+# counts for more.
+_SHORTEST = 768
+# How far programs have to fill their waves where a head has a tail, and where it has none: nothing
+# else runs meanwhile, as a multiprocessor holds one program. A GPU of compute capability 9.0 mostly
+# has 132 multiprocessors.
+_FULL_WITH_TAIL, _FULL_WITHOUT_TAIL = 0.75, 0.7
 _MULTIPROCESSORS = 132
 
 
@@ -55,12 +57,13 @@ def is_specialized(
     """
     if not can_specialize(source):
         return False
-    shortest, fullness = _WITH_TAIL if head_split(head_dim).tail else _WITHOUT_TAIL
-    if max_seqlen < shortest or is_online(dtype, head_dim, max_seqlen):
+    if max_seqlen < _SHORTEST or is_online(dtype, head_dim, max_seqlen):
         return False
     programs = triton.cdiv(tokens, LAUNCH.block) * heads
     waves = triton.cdiv(programs, _MULTIPROCESSORS)
-    return head_dim > _WIDEST_FOR_STREAM and programs >= fullness * waves * _MULTIPROCESSORS
+    fullness = _FULL_WITH_TAIL if head_split(head_dim).tail else _FULL_WITHOUT_TAIL
+    full = programs >= fullness * waves * _MULTIPROCESSORS
+    return head_dim > _WIDEST_FOR_STREAM and full
 
 
 def auto_fuse(

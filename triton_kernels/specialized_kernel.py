@@ -285,11 +285,11 @@ def visit_segment(q, k, v, turns, tile, tiles, first_keys, keys, scale_log2,
         before, before_parity = stage, parity
         stage, parity = stage_of(tile + i)
         mbarrier.wait(v_full.index(before), before_parity)
-        mbarrier.wait(k_full.index(stage), parity)
         take_turn(turns, tile + i, GROUP, TAIL)
         acc, acc_tail = add_values(
             p, v_main.index(before), v_tail.index(before), acc, acc_tail, TAIL
         )
+        mbarrier.wait(k_full.index(stage), parity)
         logits = key_logits(q, k_main.index(stage), k_tail.index(stage), TAIL)
         if TAIL > 0:
             logits, acc, acc_tail = warpgroup_mma_wait(0, deps=[logits, acc, acc_tail])
@@ -466,10 +466,21 @@ def store_rows(out_ptr, rows, mask, out, out_tail, HEADS: gl.constexpr, HEAD_DIM
         store_columns(out_ptr, rows, mask, out_tail, MAIN, HEADS, HEAD_DIM)
 
 
+@gluon.constexpr_function
+def stored_layout(columns):
+    """How results [ROWS, columns] are stored: a thread has 16 bytes, neighbours have neighbours.
+
+    A product's sums lie in pairs, for each of which a thread would need an address.
+    """
+    threads = columns // 8
+    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
+
+
 @gluon.jit
 def store_columns(out_ptr, rows, mask, out, FIRST: gl.constexpr, HEADS: gl.constexpr,
                   HEAD_DIM: gl.constexpr):  # fmt: skip
-    LAYOUT: gl.constexpr = out.type.layout
+    LAYOUT: gl.constexpr = stored_layout(out.shape[1])
+    out = gl.convert_layout(out, LAYOUT)
     row = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT))[:, None]
     wanted = gl.convert_layout(mask, gl.SliceLayout(1, LAYOUT))[:, None]
     column = FIRST + gl.arange(0, out.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]

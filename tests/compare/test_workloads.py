@@ -50,7 +50,7 @@ def test_other_shapes_are_what_their_names_say():
     assert len(KERNEL_WORKLOADS["windows_other-8-images"].grid_thw) == 8
     assert KERNEL_WORKLOADS["windows_other-1344-fp16"].dtype == "float16"
     assert shape("frames_other-8x1024") == (8 * 1024, 1024, 1024)
-    for side, head_dim in itertools.product((448, 1344), (72, 128)):
+    for side, head_dim in itertools.product((448, 672, 896, 1344), (72, 128)):
         workload = KERNEL_WORKLOADS[f"frames_other-{side}-head{head_dim}"]
         assert (workload.head_dim, workload.lengths.tolist()) == (head_dim, [(side // 14) ** 2])
 

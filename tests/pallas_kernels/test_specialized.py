@@ -37,9 +37,10 @@ def on(monkeypatch):
     "changes",
     [
         {}, {"dtype": jnp.float16}, {"head_dim": 72}, {"head_dim": 128},
-        {"max_seqlen": 1024}, {"max_seqlen": 2048, "head_dim": 128},  # in many segments
+        {"max_seqlen": 768}, {"max_seqlen": 768, "head_dim": 128},  # in many segments
         {"tokens": 1936, "max_seqlen": 1936},  # 256 programs, of two waves' 264
         {"tokens": 3136, "max_seqlen": 3136},  # 400 programs, of four waves' 528
+        {"tokens": 2304, "max_seqlen": 2304, "head_dim": 128},  # 288 programs, of three waves' 396
     ],
 )  # fmt: skip
 def test_long_images_of_wide_heads_take_it(on, changes):
@@ -51,9 +52,9 @@ def test_long_images_of_wide_heads_take_it(on, changes):
     "changes",
     [
         {"dtype": jnp.float32}, {"head_dim": 64}, {"head_dim": 136},
-        {"max_seqlen": 1023}, {"max_seqlen": 2047, "head_dim": 128},
-        {"tokens": 2304, "max_seqlen": 2304},  # 288 programs, of three waves' 396
-        {"tokens": 3136, "max_seqlen": 3136, "head_dim": 128},
+        {"max_seqlen": 767}, {"max_seqlen": 767, "head_dim": 128},
+        {"tokens": 2304, "max_seqlen": 2304},
+        {"tokens": 2112, "max_seqlen": 2112, "head_dim": 128},  # 272 of 396
         {"tokens": 9220}, {"head_dim": 72, "heads": 15},  # whose tiles do not fit
     ],
 )  # fmt: skip

@@ -32,7 +32,13 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from tests.triton_kernels.machine_code import first_operands, late_loads, loop_spills, serial_loops
+from tests.triton_kernels.machine_code import (
+    first_operands,
+    late_loads,
+    loop_spills,
+    narrow_stores,
+    serial_loops,
+)
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
 from triton_kernels import attention
 from triton_kernels import launch as launch_module
@@ -240,6 +246,7 @@ def compile_variant(variant: Variant) -> list[dict]:
                 "loop_spills": loop_spills(sass),
                 "serial_loops": serial_loops(sass),
                 "late_loads": late_loads(sass),
+                "narrow_stores": narrow_stores(sass),
                 "first_operands": first_operands(compiled.asm["ttgir"]),
                 "descriptors": len(descriptors),
                 "broken_descriptors": broken,

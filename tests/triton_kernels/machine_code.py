@@ -1,5 +1,5 @@
 """What a kernel's code says of its speed: spills within loops, products that wait for each other,
-when loads are issued, and where products find what they multiply.
+when loads are issued, how much is stored at once, and where products find what they multiply.
 
 A bound on registers (a launch's maxnreg) has the compiler set some values aside. Those that it
 stores before a loop and loads behind it cost nothing that can be measured; within the loop they
@@ -56,6 +56,12 @@ def late_loads(sass: str) -> int:
     names = [match[1] for match in found if match]
     first = next((i for i, name in enumerate(names) if name.startswith("FMUL")), len(names))
     return sum(name.startswith("LDG") for name in names[first:])
+
+
+def narrow_stores(sass: str) -> int:
+    """Stores to global memory of less than 16 bytes a thread."""
+    found = [INSTRUCTION.match(line) for line in sass.splitlines()]
+    return sum(bool(m) and m[1].startswith("STG") and ".128 " not in m[1] for m in found)
 
 
 def first_operands(ttgir: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import triton
 
 from tests.hostile import examples
 from tests.triton_kernels.compile_ahead import EVERY, TABLE, table_entry, table_key
-from tests.triton_kernels.machine_code import late_loads, loop_spills
+from tests.triton_kernels.machine_code import late_loads, loop_spills, narrow_stores
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +121,12 @@ def test_all_loads_of_a_tower_s_window_are_in_flight_at_once(compiled):
     assert [r for r in windows if r["late_loads"]] == []
 
 
+def test_the_specialised_kernel_stores_16_bytes_at_once(compiled):
+    specialized = [r for r in compiled if r["kernel"] == "specialized_kernel"]
+    assert specialized
+    assert [r for r in specialized if r["narrow_stores"]] == []
+
+
 def test_queries_are_multiplied_from_shared_memory(compiled):
     """Also those that the kernel has rotated: each pair of products is one of Q K^T, one of P V."""
     other = ("float32", "unaligned")
@@ -194,6 +200,11 @@ def test_late_loads_are_found():
     load, multiply = "LDG.E.128 R4, [R2.64]", "FMUL R8, R4, R5"
     assert late_loads(sass(load, load, multiply)) == 0
     assert late_loads(sass(load, multiply, "@P0 " + load, load)) == 2
+
+
+def test_narrow_stores_are_found():
+    stores = "STG.E.128 [R2.64], R4", "@P0 STG.E [R2.64], R4", "STG.E.U16 [R2.64+0x2], R4"
+    assert narrow_stores(sass(*stores, "STS.64 [R2], R4")) == 2
 
 
 def test_no_wgmma_descriptor_is_broken(compiled):
