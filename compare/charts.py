@@ -16,6 +16,7 @@ from compare.families import OURS, RecordDict, ranking, size, timed
 from compare.fusion_table import Cell
 from compare.results import Results, write_text
 
+_PANELS_SIDE_BY_SIDE = 7
 _INK, _SOFT_INK, _PEER = "#1f2937", "#6b7280", "#cbd5e1"
 _COLOURS = {
     "triton": "#0f766e",
@@ -40,25 +41,32 @@ _STYLE = {
 def timing_chart(results: Results, workloads: Sequence[str], title: str, path: Path) -> None:
     """Bars of one family of workloads, one panel for each, with the floor as a line.
 
+    Where there are more panels than can be read side by side, they stand in rows.
     Peers that differ only in their rotation share a bar: that of the fastest on each workload.
 
     Args:
         results: of any part but agreement.
-        workloads: panels, from left to right.
+        workloads: panels, from left to right and from above.
         title: what is timed.
         path: the SVG to write.
     """
     unit, scale = ("µs", 1.0) if results.part == "kernels" else ("ms", 1e3)
     bars = _bars(ranking(results, workloads))
     names = list(bars)
+    rows = -(-len(workloads) // _PANELS_SIDE_BY_SIDE)
+    columns = -(-len(workloads) // rows)
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(2.4 + 2.2 * len(workloads), 1.1 + 0.3 * len(names)))
-        panels = figure.subplots(1, len(workloads), squeeze=False, sharey=True)[0]
-        for panel, workload in zip(panels, workloads, strict=True):
+        height = 0.7 + 0.4 * rows + 0.3 * len(names) * rows
+        figure = Figure(figsize=(2.4 + 2.2 * columns, height))
+        panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
+        for panel, workload in zip(panels.flat, workloads, strict=False):
             _draw_bars(panel, results, workload, bars, scale)
-        panels[0].set_yticks(range(len(names)), names)
-        for label, name in zip(panels[0].get_yticklabels(), names, strict=True):
-            label.set_fontweight("bold" if name in OURS else "normal")
+        for panel in panels.flat[len(workloads) :]:
+            panel.set_axis_off()
+        for first in panels[:, 0]:
+            first.set_yticks(range(len(names)), names)
+            for label, name in zip(first.get_yticklabels(), names, strict=True):
+                label.set_fontweight("bold" if name in OURS else "normal")
         figure.suptitle(
             f"{title}, {unit} (lower is better; dashed: floor)", x=0.01, ha="left", fontsize=11
         )

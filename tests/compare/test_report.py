@@ -448,6 +448,22 @@ def test_a_workload_without_any_timing_still_gets_a_panel(tmp_path):
     assert "windows.svg" in report.write_report(tmp_path, tmp_path / "report.md").read_text()
 
 
+def test_many_workloads_stand_in_rows_with_names_before_each(tmp_path):
+    workloads = [f"frames-{side}" for side in range(9)]
+    records = [
+        Record(w, "triton", framework="torch", median_us=1.0 + i) for i, w in enumerate(workloads)
+    ]
+    path = tmp_path / "frames.svg"
+    shown = []
+    with mock.patch.object(charts, "_save", lambda figure, _: shown.extend(figure.axes)):
+        charts.timing_chart(synthetic.as_results("kernels", records), workloads, "frames", path)
+    assert [panel.get_title(loc="left") for panel in shown] == [f"{i} px" for i in range(9)] + [""]
+    assert [panel.axison for panel in shown] == [True] * 9 + [False]
+    assert len({panel.get_position().y0 for panel in shown}) == 2
+    for first in (shown[0], shown[5]):
+        assert [label.get_text() for label in first.get_yticklabels()] == ["triton"]
+
+
 def test_a_chart_shows_the_strongest_peer_of_every_workload(tmp_path):
     """Which rotation is the faster may change from one workload to the next, or one may fail."""
     times = {
