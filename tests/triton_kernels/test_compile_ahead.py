@@ -50,7 +50,7 @@ KNOWN = {
 def waiting_limit(record: dict) -> int:
     """Bytes of a thread's registers that may wait in memory outside of loops."""
     if record["kernel"] == "specialized_kernel":  # whose computing warps have 240 registers
-        return 192
+        return 48
     return WAITING_LIMIT if record["maxnreg"] else 0
 
 
