@@ -286,10 +286,10 @@ def visit_segment(
     width = v.tiles[0].shape[-1]
 
     def first_logits(logits_ref: Ref) -> jax.Array:
-        mosaic.barrier_wait(k.full.at[stage_of(tile)])
         key_logits(logits_ref, q_tiles, k, stage_of(tile))
         return logits_ref[...]
 
+    mosaic.barrier_wait(k.full.at[stage_of(tile)])
     logits = pl.run_scoped(first_logits, accumulator(KEYS))
     mosaic.barrier_arrive(k.empty.at[stage_of(tile)])
     _, low, high = tile_of(keys, 0)
@@ -305,17 +305,17 @@ def visit_segment(
             p, row_sums = carried
             before, stage = stage_of(tile + i - 1), stage_of(tile + i)
 
-            def products(logits_ref: Ref) -> jax.Array:
-                mosaic.barrier_wait(v.full.at[before])
-                add_values(acc_ref, p, p_tile, v, before)
-                mosaic.barrier_wait(k.full.at[stage])
+            def next_logits(logits_ref: Ref) -> jax.Array:
                 key_logits(logits_ref, q_tiles, k, stage)
                 mosaic.wgmma_wait(0)
                 mosaic.barrier_arrive(k.empty.at[stage])
                 mosaic.barrier_arrive(v.empty.at[before])
                 return logits_ref[...]
 
-            logits = pl.run_scoped(products, accumulator(KEYS))
+            mosaic.barrier_wait(v.full.at[before])
+            add_values(acc_ref, p, p_tile, v, before)
+            mosaic.barrier_wait(k.full.at[stage])
+            logits = pl.run_scoped(next_logits, accumulator(KEYS))
             if not is_whole:
                 _, low, high = tile_of(keys, i)
                 logits = masked(logits, low, high)
@@ -400,7 +400,10 @@ def add_values(acc_ref: Ref, p: jax.Array, p_tile: Ref | None, v: Operand, index
 
 
 def accumulator(columns: int) -> Any:
-    """Sums of a product, 0 at first."""
+    """Sums of a product, 0 at first.
+
+    To be made behind the last barrier before the product, which then needs no zeros in registers.
+    """
     return mosaic.ACC((ROWS, columns), jnp.float32)
 
 

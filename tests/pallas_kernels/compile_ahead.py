@@ -1,13 +1,15 @@
 """Have XLA compile Pallas kernels to machine code for an H200, where there need not be one.
 
 XLA takes a GPU that is described to it for one that is there, and dumps the PTX that it makes of a
-kernel; ptxas says what that takes of a multiprocessor. It wants JAX's CUDA plugin and a ptxas of
-CUDA 13, both of which `jax[cuda13]` brings. A program of its own, because flags for XLA have to
-stand before JAX starts:
+kernel, as Mosaic prints its own; ptxas says what that takes of a multiprocessor. It wants JAX's
+CUDA plugin and a ptxas of CUDA 13, both of which `jax[cuda13]` brings. A program of its own,
+because flags for XLA have to stand before JAX starts:
 
     python -m tests.pallas_kernels.compile_ahead
 """
 
+import contextlib
+import ctypes
 import functools
 import importlib.util
 import itertools
@@ -18,8 +20,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+
+from tests.triton_kernels.machine_code import product_loops
 
 TOKENS, HEADS = 9216, 16
 LENGTHS = {"windows": 64, "frames": TOKENS}
@@ -68,7 +75,16 @@ def main() -> None:
         os.environ["XLA_FLAGS"] = (
             f"--xla_dump_to={directory} --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*"
         )
+        os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
         forget_this_machine()
+        for head_dim in HEAD_DIMS:
+            ptx = Path(directory) / "specialized"
+            with printed_to(ptx):
+                compile_specialized(head_dim)
+            record = {"head_dim": head_dim, "kernel": "specialized_kernel"} | assemble(ptx)
+            sys.stdout.write(json.dumps(record | {"zeroing": zeroing(ptx)}) + "\n")
+            for other in Path(directory).glob("*.ptx"):
+                other.unlink()
         for head_dim, (name, length), fuse in itertools.product(HEAD_DIMS, LENGTHS.items(), FUSE):
             compile_call(head_dim, length, fuse)
             for ptx in sorted(Path(directory).glob("*.ptx")):
@@ -101,6 +117,33 @@ def compile_call(head_dim: int, length: int, fuse: str) -> None:
     )
     with compiling_by("xla"):
         compile_for_gpu(jax.jit(attend), *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+
+
+@contextlib.contextmanager
+def printed_to(path: Path) -> Iterator[None]:
+    """Have what C++ prints in a file."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        with path.open("w") as file:
+            os.dup2(file.fileno(), 1)
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def compile_specialized(head_dim: int) -> None:
+    """Have Mosaic compile the specialised kernel of one image."""
+    import jax
+
+    from pallas_kernels import specialized
+
+    described = (SimpleNamespace(compute_capability="9.0"),)
+    with mock.patch.object(specialized, "local_gpus", return_value=described):
+        compile_call(head_dim, TOKENS, "none")
+    jax.clear_caches()  # what was traced knows nothing of GPUs
 
 
 def forget_this_machine() -> None:
@@ -141,14 +184,29 @@ def compile_for_gpu(jitted: Any, *arguments: Any) -> Any:
     return lowered.compile()
 
 
+def zeroing(ptx: Path) -> int | None:
+    """Instructions that zero registers in loops that multiply; None without a disassembler."""
+    disassembler = shutil.which("nvdisasm")
+    if disassembler is None:
+        return None
+    with tempfile.NamedTemporaryFile() as cubin:
+        subprocess.run([find_ptxas(), "-arch", "sm_90a", ptx, "-o", cubin.name], check=True)
+        command = [disassembler, "-c", cubin.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    loops = list(product_loops(sass))
+    assert loops
+    return sum(x.startswith("CS2R") for loop in loops for x in loop)
+
+
 def assemble(ptx: Path) -> dict[str, int]:
-    """Registers a thread, bytes that it spills."""
+    """Registers a thread, bytes that it spills, whether its products wait for each other."""
     command = [find_ptxas(), "-arch", "sm_90a", "-v", ptx, "-o", os.devnull]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     return {
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spilled": int(spilled[1]) + int(spilled[2]),
+        "serial": "serialized" in said,
     }
 
 

@@ -37,6 +37,7 @@ from tests.triton_kernels.machine_code import (
     late_loads,
     loop_spills,
     narrow_stores,
+    product_loops,
     serial_loops,
 )
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
@@ -243,6 +244,7 @@ def compile_variant(variant: Variant) -> list[dict]:
                 "registers": registers,
                 "maxnreg": options.get("maxnreg"),
                 "stack": stack,
+                "product_loops": len(list(product_loops(sass))),
                 "loop_spills": loop_spills(sass),
                 "serial_loops": serial_loops(sass),
                 "late_loads": late_loads(sass),

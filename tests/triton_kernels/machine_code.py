@@ -10,36 +10,43 @@ import re
 from collections.abc import Iterator
 
 LABEL = re.compile(r"^(\.L_\w+):")
-INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?P<when>@!?U?P\w+\s+)?(?P<what>.*?)\s*;")
 BRANCH = re.compile(r"BRA.*`\((\.L_\w+)\)")
 PRODUCTS = ("HGMMA", "HMMA")
 LOCAL_MEMORY = ("LDL", "STL")
 
 
 def product_loops(sass: str) -> Iterator[list[str]]:
-    """The instructions of each innermost loop that multiplies (nvdisasm -c)."""
+    """The instructions of each loop that multiplies and has no such loop within (nvdisasm -c).
+
+    Loops end where a jump backwards depends on something. One that does not comes from code behind
+    the kernel's end, where warps wait for a barrier once more.
+    """
     instructions: list[str] = []
     places: dict[str, int] = {}
+    starts: list[int] = []
     for line in sass.splitlines():
         if label := LABEL.match(line.strip()):
             places[label[1]] = len(instructions)
         elif instruction := INSTRUCTION.match(line):
-            instructions.append(instruction[1])
-            jump = BRANCH.match(instruction[1])
-            if jump and jump[1] in places:  # backwards
-                body = instructions[places.pop(jump[1]) :]
-                inner = any(BRANCH.match(x) for x in body[:-1])
-                if not inner and any(x.startswith(PRODUCTS) for x in body):
-                    yield body
+            instructions.append(instruction["what"])
+            jump = BRANCH.match(instruction["what"])
+            if jump and instruction["when"] and jump[1] in places:
+                start = places[jump[1]]
+                body = instructions[start:]
+                if any(x.startswith(PRODUCTS) for x in body):
+                    if not any(other >= start for other in starts):
+                        yield body
+                    starts.append(start)
 
 
 def loop_spills(sass: str) -> int:
-    """Loads and stores of spilled registers in the innermost loops that multiply."""
+    """Loads and stores of spilled registers in loops that multiply."""
     return sum(x.startswith(LOCAL_MEMORY) for body in product_loops(sass) for x in body)
 
 
 def serial_loops(sass: str) -> int:
-    """Innermost loops in which each of Hopper's products is waited for before the next is issued.
+    """Loops in which each of Hopper's products is waited for before the next is issued.
 
     ptxas does that where it finds too few registers for products in flight.
     """
@@ -53,7 +60,7 @@ def serial_loops(sass: str) -> int:
 def late_loads(sass: str) -> int:
     """Loads from global memory that a kernel issues behind its first multiplication in fp32."""
     found = [INSTRUCTION.match(line) for line in sass.splitlines()]
-    names = [match[1] for match in found if match]
+    names = [match["what"] for match in found if match]
     first = next((i for i, name in enumerate(names) if name.startswith("FMUL")), len(names))
     return sum(name.startswith("LDG") for name in names[first:])
 
@@ -61,7 +68,8 @@ def late_loads(sass: str) -> int:
 def narrow_stores(sass: str) -> int:
     """Stores to global memory of less than 16 bytes a thread."""
     found = [INSTRUCTION.match(line) for line in sass.splitlines()]
-    return sum(bool(m) and m[1].startswith("STG") and ".128 " not in m[1] for m in found)
+    names = [match["what"] for match in found if match]
+    return sum(name.startswith("STG") and ".128 " not in name for name in names)
 
 
 def first_operands(ttgir: str) -> tuple[int, int]:

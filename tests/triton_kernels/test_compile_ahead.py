@@ -12,7 +12,12 @@ import triton
 
 from tests.hostile import examples
 from tests.triton_kernels.compile_ahead import EVERY, TABLE, table_entry, table_key
-from tests.triton_kernels.machine_code import late_loads, loop_spills, narrow_stores
+from tests.triton_kernels.machine_code import (
+    late_loads,
+    loop_spills,
+    narrow_stores,
+    product_loops,
+)
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +132,16 @@ def test_the_specialised_kernel_stores_16_bytes_at_once(compiled):
     assert [r for r in specialized if r["narrow_stores"]] == []
 
 
+def test_every_kernel_that_multiplies_has_loops_to_look_at(compiled):
+    """Else no spill would be found in them. fp32 is not multiplied by tensor cores."""
+    sixteen_bits = [r for r in compiled if r["arch"] == 90 and "float32" not in r["variant"]]
+    # The specialised kernel's are two of each group of warps.
+    for kernel, least in {"stream_kernel": 1, "specialized_kernel": 4}.items():
+        found = [r["product_loops"] for r in sixteen_bits if r["kernel"] == kernel]
+        assert found
+        assert min(found) >= least
+
+
 def test_queries_are_multiplied_from_shared_memory(compiled):
     """Also those that the kernel has rotated: each pair of products is one of Q K^T, one of P V."""
     other = ("float32", "unaligned")
@@ -194,6 +209,19 @@ def test_spills_are_found_where_they_cost(body, spills):
     start = sass("STL [R1], R3")
     loop = "\n".join([".L_x_1:", sass(*body, "@P0 BRA `(.L_x_1)")])
     assert loop_spills("\n".join([start, loop, sass("LDL R3, [R1]", "BRA `(.L_x_2)")])) == spills
+
+
+def test_a_loop_that_waits_for_barriers_is_one():
+    """Warps wait by a loop in it, or by one that stands behind the kernel's end."""
+    product, spill = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24", "LDL R3, [R1]"
+    again = sass("@!P1 BRA `(.L_x_2)")
+    within = [".L_x_2:", again, sass(product, spill)]
+    behind = [again, ".L_x_3:", sass(product, spill)]
+    end = [sass("EXIT"), ".L_x_2:", again, sass("BRA `(.L_x_3)")]
+    for body, rest in ((within, []), (behind, end)):
+        outer = [".L_x_0:", sass(spill), ".L_x_1:", *body, sass("@P0 BRA `(.L_x_1)")]
+        code = "\n".join([*outer, sass("@P2 BRA `(.L_x_0)"), *rest])
+        assert [loop.count(spill) for loop in product_loops(code)] == [1]
 
 
 def test_late_loads_are_found():
