@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tests.triton_kernels.machine_code import product_loops
+from tests.triton_kernels.machine_code import LOCAL_MEMORY, product_loops
 
 TOKENS, HEADS = 9216, 16
 LENGTHS = {"windows": 64, "frames": TOKENS}
@@ -84,7 +84,7 @@ def main() -> None:
             with printed_to(ptx):
                 compile_specialized(head_dim)
             record = {"head_dim": head_dim, "kernel": "specialized_kernel"} | assemble(ptx)
-            sys.stdout.write(json.dumps(record | {"zeroing": zeroing(ptx)}) + "\n")
+            sys.stdout.write(json.dumps(record | {"loops": loops(ptx)}) + "\n")
             for other in Path(directory).glob("*.ptx"):
                 other.unlink()
         for head_dim, (name, length), fuse in itertools.product(HEAD_DIMS, LENGTHS.items(), FUSE):
@@ -186,8 +186,8 @@ def compile_for_gpu(jitted: Any, *arguments: Any) -> Any:
     return lowered.compile()
 
 
-def zeroing(ptx: Path) -> int | None:
-    """Instructions that zero registers in loops that multiply; None without a disassembler."""
+def loops(ptx: Path) -> list[dict[str, int]] | None:
+    """What each loop that multiplies consists of; None where there is no disassembler."""
     disassembler = shutil.which("nvdisasm")
     if disassembler is None:
         return None
@@ -195,9 +195,14 @@ def zeroing(ptx: Path) -> int | None:
         subprocess.run([find_ptxas(), "-arch", "sm_90a", ptx, "-o", cubin.name], check=True)
         command = [disassembler, "-c", cubin.name]
         sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    loops = list(product_loops(sass))
-    assert loops
-    return sum(x.startswith("CS2R") for loop in loops for x in loop)
+    return [
+        {
+            "instructions": len(loop),
+            "zeroing": sum(x.startswith("CS2R") for x in loop),
+            "spills": sum(x.startswith(LOCAL_MEMORY) for x in loop),
+        }
+        for loop in product_loops(sass)
+    ]
 
 
 def assemble(ptx: Path) -> dict[str, int]:
