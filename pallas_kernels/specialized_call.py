@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
 from pallas_kernels.launch import head_split
-from pallas_kernels.sharding import vary_as
+from pallas_kernels.sharding import vary_as, varying_axes
 from pallas_kernels.specialized import BLOCK, COLUMN_UNIT
 from pallas_kernels.specialized_kernel import GROUPS, KEYS, ROWS, STAGES, specialized_kernel
 
@@ -45,6 +45,8 @@ def specialized_attention(
     kernel = functools.partial(
         specialized_kernel,
         parts=parts, scale_log2=scale_log2, max_seqlen=max_seqlen, heads=heads, head_dim=head_dim,
+        # Warps cannot be told apart where arrays vary over axes of a mesh.
+        by_one_warp=not varying_axes(q, k, v, cu_seqlens),
     )  # fmt: skip
     # Under shard_map the result varies over the mesh axes that any operand varies over, which the
     # backend is not told of.
@@ -63,6 +65,7 @@ def specialized_attention(
             mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
             mosaic.Barrier(num_arrivals=1, num_barriers=STAGES),
             mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            mosaic.Barrier(num_arrivals=1, num_barriers=GROUPS) if copies > 1 else None,
             mosaic.Barrier(num_arrivals=GROUPS),
             mosaic.Barrier(num_arrivals=copies + 1, num_barriers=GROUPS),
             # The interpreter multiplies by nothing but shared memory.

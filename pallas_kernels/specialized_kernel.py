@@ -10,8 +10,7 @@ softmax.py.
 For Pallas' Mosaic GPU backend: its Triton backend has no groups of warps, and no such copies. Here
 these start at multiples of eight rows, so that a segment's first tile has up to seven rows before
 it, and of sixteen columns: V of a head that starts between them is loaded from eight before. Where
-there is no row they load zeros, and store nothing. The groups take no turns at multiplying, as the
-twin's do: over long images they would be slower.
+there is no row they load zeros, and store nothing.
 """
 
 import functools
@@ -90,12 +89,16 @@ def specialized_kernel(
     # in shared memory: tiles of Q, K (main and tail) and V, each group's result and its misfits
     q_tiles: tuple[Ref, ...], k_tiles: tuple[Ref, ...], v_tiles: tuple[Ref, ...],
     out_tiles: Ref, misfits_ref: Ref,
-    # barriers: see Operand; have all groups read all tiles; what each group loads itself
-    q_full: Ref, k_full: Ref, k_empty: Ref, v_full: Ref, v_empty: Ref, all_read: Ref, again: Ref,
+    # barriers: see Operand; see take_turn; have all groups read all tiles; what each group loads
+    # itself
+    q_full: Ref, k_full: Ref, k_empty: Ref, v_full: Ref, v_empty: Ref,
+    turns: Ref | None, all_read: Ref, again: Ref,
     # where the interpreter has probabilities
     p_tiles: Ref | None,
     *,
     parts: tuple[int, int, int], scale_log2: float, max_seqlen: int, heads: int, head_dim: int,
+    # whether one warp of the loading group does the work of its four
+    by_one_warp: bool,
 ) -> None:  # fmt: skip
     """One program for each (head, token block); blocks run fastest and share the head's K and V."""
     tokens = out_ref.shape[0]
@@ -124,17 +127,21 @@ def specialized_kernel(
     group = lax.axis_index("group")
 
     @pl.when(group == GROUPS)
-    def load() -> None:
+    def load_all() -> None:
         mosaic.set_max_registers(LOADER_REGISTERS, action="decrease")
-        load_tiles(q, k, v, all_read, visited)
+        load = functools.partial(load_tiles, q, k, v, all_read, visited)
+        if by_one_warp:
+            mosaic.warp_map(lambda warp: pl.when(warp == 0)(load))
+        else:
+            load()
 
     @pl.when(group < GROUPS)
-    def attend() -> None:
+    def attend_all() -> None:
         mosaic.set_max_registers(REGISTERS, action="increase")
         out_tile = out_tiles.at[group]
         p_tile = None if p_tiles is None else p_tiles.at[group]
         attend_rows(
-            q, k, v, all_read, again, out_tile, misfits_ref, p_tile, visited, group,
+            q, k, v, turns, all_read, again, out_tile, misfits_ref, p_tile, visited, group,
             v_shift, scale_log2,
         )  # fmt: skip
         mosaic.commit_smem()
@@ -191,7 +198,7 @@ def tile_of(keys: Keys, i: Scalar) -> tuple[Scalar, Scalar, Scalar]:
 
 
 def load_tiles(q: Operand, k: Operand, v: Operand, all_read: Ref, visited: Visited) -> None:
-    """The loading group: the block's queries, and all keys and values of its segments."""
+    """The loading warp: the block's queries, and all keys and values of its segments."""
     for group in range(GROUPS):
         load_tile(q, visited.block_start + group * ROWS, group, q.full.at[group])
 
@@ -227,7 +234,7 @@ def load_tile(x: Operand, row: Scalar, index: Scalar, full: Ref) -> None:
 
 
 def attend_rows(
-    q: Operand, k: Operand, v: Operand, all_read: Ref, again: Ref,
+    q: Operand, k: Operand, v: Operand, turns: Ref | None, all_read: Ref, again: Ref,
     # the group's tile [ROWS, head_dim], and all groups' rows [GROUPS, ROWS]
     out_tile: Ref, misfits_ref: Ref, p_tile: Ref | None,
     visited: Visited, group: Scalar,
@@ -241,11 +248,14 @@ def attend_rows(
     token = visited.block_start + group * ROWS + iota((ROWS,), 0, ROW)
     out_tile[...] = filled((ROWS, head_dim), 0, SUMS, dtype)  # of tokens of no segment
     mosaic.barrier_wait(q.full.at[group])
+    pl.when(group == GROUPS - 1)(functools.partial(pass_turn, turns, group))
 
     def attend(segment: Scalar, carried: tuple) -> tuple:
         tile, misfits = carried
         keys = keys_of(visited, segment)
-        row_sum, acc = visit_segment(q_tiles, k, v, p_tile, tile, keys, scale_log2)
+        row_sum, acc = visit_segment(
+            q_tiles, k, v, turns, p_tile, tile, keys, scale_log2, group
+        )
         out = divided(row_sum, acc, v_shift, out_tile)
         mask = (token >= keys.start) & (token < keys.end)
         fits = reference_fits(row_sum, out, None)
@@ -255,6 +265,7 @@ def attend_rows(
     segments = visited.first_segment, visited.last_segment + 1
     misfits = filled((ROWS,), 0, ROW, jnp.int32)
     _, misfits = lax.fori_loop(*segments, attend, (jnp.int32(0), misfits))
+    pl.when(group == 0)(functools.partial(take_turn, turns, group))
     mosaic.barrier_arrive(all_read)
     # Each warp adds up those of all rows: for sums across warps, both groups would have one place.
     misfits_ref[group] = misfits
@@ -275,13 +286,14 @@ def attend_rows(
 
 
 def visit_segment(
-    q_tiles: tuple[Ref, ...], k: Operand, v: Operand, p_tile: Ref | None,
+    q_tiles: tuple[Ref, ...], k: Operand, v: Operand, turns: Ref | None, p_tile: Ref | None,
     # number of the segment's first tile
-    tile: Scalar, keys: Keys, scale_log2: float,
+    tile: Scalar, keys: Keys, scale_log2: float, group: Scalar,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Over a segment's keys, by one reference a row: sums of the probabilities, and of V by these.
 
-    The product of a tile's probabilities and V is computed together with the logits of the next.
+    The product of a tile's probabilities and V is computed together with the logits of the next,
+    and groups take turns in computing these: while one does, the other takes exponentials.
     """
     width = v.tiles[0].shape[-1]
 
@@ -290,7 +302,9 @@ def visit_segment(
         return logits_ref[...]
 
     mosaic.barrier_wait(k.full.at[stage_of(tile)])
+    take_turn(turns, group)
     logits = pl.run_scoped(first_logits, accumulator(KEYS))
+    pass_turn(turns, group)
     mosaic.barrier_arrive(k.empty.at[stage_of(tile)])
     _, low, high = tile_of(keys, 0)
     logits = masked(logits, low, high)
@@ -308,11 +322,13 @@ def visit_segment(
             def next_logits(logits_ref: Ref) -> jax.Array:
                 key_logits(logits_ref, q_tiles, k, stage)
                 mosaic.wgmma_wait(0)
+                pass_turn(turns, group)
                 mosaic.barrier_arrive(k.empty.at[stage])
                 mosaic.barrier_arrive(v.empty.at[before])
                 return logits_ref[...]
 
             mosaic.barrier_wait(v.full.at[before])
+            take_turn(turns, group)
             add_values(acc_ref, p, p_tile, v, before)
             mosaic.barrier_wait(k.full.at[stage])
             logits = pl.run_scoped(next_logits, accumulator(KEYS))
@@ -336,6 +352,21 @@ def visit_segment(
         return jnp.sum(row_sums, axis=1), acc_ref[...]
 
     return pl.run_scoped(over_keys, accumulator(width))
+
+
+def take_turn(turns: Ref | None, group: Scalar) -> None:
+    """Wait until the other group's products have ended: with the tile before, or with this one.
+
+    Only where there is a tail. Wide products do not gain.
+    """
+    if turns is not None:
+        mosaic.barrier_wait(turns.at[group])
+
+
+def pass_turn(turns: Ref | None, group: Scalar) -> None:
+    """Let the other group go on."""
+    if turns is not None:
+        mosaic.barrier_arrive(turns.at[GROUPS - 1 - group])
 
 
 def visit_online(
