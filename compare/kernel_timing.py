@@ -1,6 +1,8 @@
 """One implementation on one workload: its time beside the error of the output that was timed."""
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from compare.implementations import KernelImplementation
 from compare.metrics import Verdict
 from compare.profiling import Profile, profile, try_profile
 from compare.results import Record
-from compare.timing import MIN_CALLS, SAMPLES, GraphTimer, Timing, input_sets
+from compare.timing import MIN_CALLS, SAMPLE_MS, SAMPLES, GraphTimer, Timing, input_sets
 from compare.workloads import KernelInputs, KernelWorkload
 from compare.yardstick import Yardstick
 
@@ -34,6 +36,22 @@ class Effort:
     jax_sets: int
     profiled_calls: int
     thorough: bool
+
+    def profiled_rounds(self, run: Callable[[int], None], calls: int) -> int:
+        """How many rounds of some calls are profiled.
+
+        They take as long as the replays of a CUDA graph at least, as over long calls a GPU's clock
+        falls for a while before it settles.
+
+        Args:
+            run: makes so many rounds and waits for the GPU; makes one here.
+            calls: of a round.
+        """
+        start = time.perf_counter()
+        run(1)
+        seconds = time.perf_counter() - start
+        as_replays = math.ceil(self.samples * SAMPLE_MS / 1e3 / seconds)
+        return max(as_replays, math.ceil(self.profiled_calls / calls))
 
 
 FULL = Effort(samples=SAMPLES, jax_sets=MIN_CALLS, profiled_calls=60, thorough=True)
@@ -124,7 +142,7 @@ def _time_torch(
         verdict = yardstick.judge(timer.outputs())
         if not (implementation.ours and effort.thorough):
             return _timed(blank, verdict, timing, None)
-        rounds = -(-effort.profiled_calls // timer.sets)
+        rounds = effort.profiled_rounds(timer.run_eagerly, timer.sets)
         profiled = try_profile(lambda: timer.run_eagerly(rounds), rounds * timer.sets)
         record = _timed(blank, verdict, timing, profiled)
         return replace(record, details={"host_us": timer.host_us()}) if verdict.passed else record
@@ -151,7 +169,7 @@ def _time_jax(
         jax.block_until_ready(outputs)
 
     run(1)
-    rounds = -(-effort.profiled_calls // len(sets))
+    rounds = effort.profiled_rounds(run, len(sets))
     profiled = profile(lambda: run(rounds), rounds * len(sets))
     profiled = profiled and profiled.of_kernel(kernel)
     if not (profiled and profiled.events):
