@@ -18,7 +18,7 @@ from pallas_kernels.rotate_kernel import rotate_kernel
 from pallas_kernels.run import run
 from pallas_kernels.sharding import check_shardings, on_own_heads
 from pallas_kernels.softmax import is_online
-from pallas_kernels.specialized import auto_fuse, is_specialized
+from pallas_kernels.specialized import auto_fuse, is_specialized, rows_of
 from pallas_kernels.stream_kernel import hoists, stream_kernel
 from pallas_kernels.window_kernel import window_kernel
 
@@ -230,18 +230,19 @@ def _kernel(
     cu_seqlens: jax.Array,
 ) -> jax.Array:
     (q, k, v), (q_part, k_part, v_part) = _operands(qkv)
+    tokens, _, heads, head_dim = v.shape
+    shape = v.dtype, head_dim, options.max_seqlen, tokens, heads
+    specialized = options.fuse == "none" and not interpret and is_specialized(*shape)
+    rows = rows_of(tokens) if specialized else tokens
     if options.fuse == "none" and len(qkv) == 1:
-        q = k = _rotate(q, q_part, 2, cos, sin, interpret)
+        q = k = _rotate(q, q_part, 2, cos, sin, rows, interpret)
         q_part, k_part = 0, 1
     else:
         if options.fuse == "none":
-            q, q_part = _rotate(q, q_part, 1, cos, sin, interpret), 0
+            q, q_part = _rotate(q, q_part, 1, cos, sin, rows, interpret), 0
         if options.fuse != "qk":
-            k, k_part = _rotate(k, k_part, 1, cos, sin, interpret), 0
-
-    tokens, _, heads, head_dim = v.shape
-    shape = v.dtype, head_dim, options.max_seqlen, tokens, heads
-    if options.fuse == "none" and not interpret and is_specialized(*shape):
+            k, k_part = _rotate(k, k_part, 1, cos, sin, rows, interpret), 0
+    if specialized:
         from pallas_kernels.specialized_call import specialized_attention
 
         parts, scale_log2 = (q_part, k_part, v_part), options.scale * LOG2_E
@@ -280,9 +281,15 @@ def _kernel(
 
 
 def _rotate(
-    x: jax.Array, first_part: int, parts: int, cos: jax.Array, sin: jax.Array, interpret: bool
+    x: jax.Array,
+    first_part: int,
+    parts: int,
+    cos: jax.Array,
+    sin: jax.Array,
+    rows: int,
+    interpret: bool,
 ) -> jax.Array:
-    """So many parts of x rotated, [tokens, parts, row] as the attention kernels read them."""
+    """So many parts of x rotated, [rows, parts, row] as the attention kernels read them."""
     tokens, _, heads, head_dim = x.shape
     launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads)
     split = head_split(head_dim)
@@ -295,5 +302,5 @@ def _rotate(
         group=launch.block_k,
     )
     programs = pl.cdiv(tokens, launch.block) * parts * pl.cdiv(heads, launch.block_k)
-    shape = (tokens, parts, rotated_row(heads, head_dim))
+    shape = (rows, parts, rotated_row(heads, head_dim))
     return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))

@@ -16,10 +16,12 @@ _WIDEST_FOR_STREAM = 64
 # The shortest segments' tokens: in shorter ones what a program does before and after its products
 # counts for more.
 _SHORTEST = 768
-# How far programs have to fill their waves where a head has a tail, and where it has none: nothing
-# else runs meanwhile, as a multiprocessor holds one program. A GPU of compute capability 9.0 mostly
-# has 132 multiprocessors.
-_FULL_WITH_TAIL, _FULL_WITHOUT_TAIL = 0.75, 0.7
+# The same where tokens are not by eights, and V is copied to rows that are.
+_SHORTEST_COPIED = 3072
+# How far programs have to fill their waves: nothing else runs meanwhile, as a multiprocessor holds
+# one program. Of heads with a tail that fill whole sectors, 32 bytes of memory, further, as there
+# the stream kernel is at its best. A GPU of compute capability 9.0 mostly has 132 multiprocessors.
+_FULL_WITH_TAIL, _FULL_OTHERWISE = 0.75, 0.7
 _MULTIPROCESSORS = 132
 
 
@@ -34,11 +36,13 @@ def is_specialized(
     capabilities = {gpu.compute_capability for gpu in local_gpus()}
     if not HAVE_MOSAIC or capabilities != {"9.0"} or not may_specialize():
         return False
-    if max_seqlen < _SHORTEST or is_online(dtype, head_dim, max_seqlen):
+    shortest = _SHORTEST if rows_of(tokens) == tokens else _SHORTEST_COPIED
+    if max_seqlen < shortest or is_online(dtype, head_dim, max_seqlen):
         return False
     programs = pl.cdiv(tokens, BLOCK) * heads
     waves = pl.cdiv(programs, _MULTIPROCESSORS)
-    fullness = _FULL_WITH_TAIL if head_split(head_dim).tail else _FULL_WITHOUT_TAIL
+    tail_in_sectors = head_split(head_dim).tail > 0 and head_dim % 16 == 0
+    fullness = _FULL_WITH_TAIL if tail_in_sectors else _FULL_OTHERWISE
     full = programs >= fullness * waves * _MULTIPROCESSORS
     return head_dim > _WIDEST_FOR_STREAM and full and fits(tokens, heads, head_dim)
 
@@ -60,9 +64,14 @@ def auto_fuse(
 
 
 def fits(tokens: int, heads: int, head_dim: int) -> bool:
-    """Whether the tiles fit the arrays: of 72 to 128 columns a head, and of tokens by eights.
+    """Whether the tiles fit the arrays, of 72 to 128 columns a head.
 
     Where a head's tile of V is wider than the head, in odd numbers it would pass the last one's.
     """
     pairs = head_dim % COLUMN_UNIT == 0 or heads % 2 == 0
-    return pairs and 64 < head_dim <= 128 and tokens % ROW_UNIT == 0 and tokens >= BLOCK
+    return pairs and 64 < head_dim <= 128 and tokens >= BLOCK
+
+
+def rows_of(tokens: int) -> int:
+    """Rows of the arrays that tiles are copied from: by eights, the last of no token."""
+    return pl.cdiv(tokens, ROW_UNIT) * ROW_UNIT

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as mosaic
 
 from pallas_kernels.launch import head_split
 from pallas_kernels.sharding import vary_as, varying_axes
-from pallas_kernels.specialized import BLOCK, COLUMN_UNIT
+from pallas_kernels.specialized import BLOCK, COLUMN_UNIT, rows_of
 from pallas_kernels.specialized_kernel import GROUPS, KEYS, ROWS, STAGES, specialized_kernel
 
 
@@ -26,8 +26,9 @@ def specialized_attention(
     """Attention within segments, of arrays that `specialized.fits` names.
 
     Args:
-        q, k: [tokens, parts, row], as rotate_kernel writes them; may be the same.
-        v: [tokens, parts, heads, head_dim], bf16 or fp16.
+        q, k: [rows_of(tokens), parts, row], as rotate_kernel writes them, whatever the rows past
+            the last token hold; may be the same.
+        v: [tokens, parts, heads, head_dim], bf16 or fp16; copied where tokens are not by eights.
         cu_seqlens: [segments + 1] int32.
         parts: which of them q, k and v are.
         scale_log2: scale times log2(e).
@@ -38,9 +39,15 @@ def specialized_attention(
         [tokens, heads, head_dim]
     """
     tokens, _, heads, head_dim = v.shape
+    rows = rows_of(tokens)
+    if rows > tokens:
+        q_part, k_part, v_part = parts
+        v, parts = jnp.pad(v[:, v_part], ((0, rows - tokens), (0, 0), (0, 0))), (q_part, k_part, 0)
     split = [columns for columns in head_split(head_dim) if columns > 0]
     copies = len(split)
     width = pl.cdiv(head_dim, COLUMN_UNIT) * COLUMN_UNIT
+    # Mosaic lays out a tile of columns by sixteens by eight rows, which have to divide the tokens.
+    piece = head_dim if rows == tokens else COLUMN_UNIT // 2
     shared = functools.partial(mosaic.SMEM, dtype=v.dtype)
     kernel = functools.partial(
         specialized_kernel,
@@ -58,7 +65,7 @@ def specialized_attention(
             tuple(shared((GROUPS, ROWS, columns)) for columns in split),
             tuple(shared((STAGES, KEYS, columns)) for columns in split),
             (shared((STAGES, KEYS, width)),),
-            shared((GROUPS, ROWS, head_dim)),
+            shared((GROUPS, head_dim // piece, ROWS, piece)),
             mosaic.SMEM((GROUPS, ROWS), jnp.int32),
             mosaic.Barrier(num_arrivals=copies, num_barriers=GROUPS),
             mosaic.Barrier(num_arrivals=copies, num_barriers=STAGES),
@@ -81,5 +88,5 @@ def specialized_attention(
         kernel_name=kernel.func.__name__,
     )
     with jax.enable_x64(False):  # numbers of rows are 32-bit
-        q, k, v = (x.reshape(tokens, -1) for x in (q, k, v))  # which moves nothing
+        q, k, v = (x.reshape(rows, -1) for x in (q, k, v))  # which moves nothing
         return vary(call(q, k, v, cu_seqlens).reshape(tokens, heads, head_dim))

@@ -49,7 +49,7 @@ class Operand(NamedTuple):
     """Q, K or V: the tiles of one head.
 
     Attributes:
-        ref: [tokens, columns]
+        ref: [rows, columns]
         columns: where in a row each tile starts: of Q and K the main and the tail tile.
         tiles: in shared memory, each [so many, rows, columns].
         full: barriers, one for each of so many: has it been loaded?
@@ -83,8 +83,8 @@ class Keys(NamedTuple):
 
 
 def specialized_kernel(
-    # q and k are [tokens, parts * row], v is [tokens, parts * heads * head_dim], the result
-    # [tokens, heads * head_dim] too
+    # q and k are [rows, parts * row], v is [rows, parts * heads * head_dim], with rows by eights,
+    # and the result [tokens, heads * head_dim]
     q_ref: Ref, k_ref: Ref, v_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
     # in shared memory: tiles of Q, K (main and tail) and V, each group's result and its misfits
     q_tiles: tuple[Ref, ...], k_tiles: tuple[Ref, ...], v_tiles: tuple[Ref, ...],
@@ -146,7 +146,10 @@ def specialized_kernel(
         )  # fmt: skip
         mosaic.commit_smem()
         rows = pl.ds(block_start + group * ROWS, ROWS)
-        mosaic.copy_smem_to_gmem(out_tile, out_ref.at[rows, pl.ds(head * head_dim, head_dim)])
+        pieces, _, width = out_tile.shape
+        for i in range(pieces):
+            columns = pl.ds(head * head_dim + i * width, width)
+            mosaic.copy_smem_to_gmem(out_tile.at[i], out_ref.at[rows, columns])
         mosaic.wait_smem_to_gmem(0)
 
 
@@ -235,7 +238,7 @@ def load_tile(x: Operand, row: Scalar, index: Scalar, full: Ref) -> None:
 
 def attend_rows(
     q: Operand, k: Operand, v: Operand, turns: Ref | None, all_read: Ref, again: Ref,
-    # the group's tile [ROWS, head_dim], and all groups' rows [GROUPS, ROWS]
+    # the group's tile [pieces, ROWS, columns], and all groups' rows [GROUPS, ROWS]
     out_tile: Ref, misfits_ref: Ref, p_tile: Ref | None,
     visited: Visited, group: Scalar,
     # columns before the head's in tiles of V; None: never any
@@ -243,19 +246,17 @@ def attend_rows(
     scale_log2: float,
 ) -> None:  # fmt: skip
     """A computing group of warps: the result of its rows, into its tile of the result."""
-    dtype, head_dim = out_tile.dtype, out_tile.shape[1]
     q_tiles = tuple(tile.at[group] for tile in q.tiles)
     token = visited.block_start + group * ROWS + iota((ROWS,), 0, ROW)
-    out_tile[...] = filled((ROWS, head_dim), 0, SUMS, dtype)  # of tokens of no segment
+    for i in range(out_tile.shape[0]):  # of tokens of no segment
+        out_tile[i] = filled(out_tile.shape[1:], 0, SUMS, out_tile.dtype)
     mosaic.barrier_wait(q.full.at[group])
     pl.when(group == GROUPS - 1)(functools.partial(pass_turn, turns, group))
 
     def attend(segment: Scalar, carried: tuple) -> tuple:
         tile, misfits = carried
         keys = keys_of(visited, segment)
-        row_sum, acc = visit_segment(
-            q_tiles, k, v, turns, p_tile, tile, keys, scale_log2, group
-        )
+        row_sum, acc = visit_segment(q_tiles, k, v, turns, p_tile, tile, keys, scale_log2, group)
         out = divided(row_sum, acc, v_shift, out_tile)
         mask = (token >= keys.start) & (token < keys.end)
         fits = reference_fits(row_sum, out, None)
@@ -472,10 +473,13 @@ def divided(row_sum: jax.Array, acc: jax.Array, v_shift: Scalar | None, out_tile
     out = (acc * by_rows(1.0 / row_sum, acc)).astype(out_tile.dtype)
     if v_shift is None:
         return out
-    head_dim = out_tile.shape[1]
+    head_dim = out_tile.shape[0] * out_tile.shape[2]
     return lax.cond(v_shift > 0, lambda x: x[:, -head_dim:], lambda x: x[:, :head_dim], out)
 
 
 def store_rows(out_tile: Ref, mask: jax.Array, out: jax.Array) -> None:
     """Write some rows of the result."""
-    out_tile[...] = jnp.where(by_rows(mask, out), out, out_tile[...])
+    pieces, _, columns = out_tile.shape
+    for i in range(pieces):
+        x = out[:, i * columns : (i + 1) * columns]
+        out_tile[i] = jnp.where(by_rows(mask, x), x, out_tile[i])

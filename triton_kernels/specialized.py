@@ -29,10 +29,10 @@ _WIDEST_FOR_STREAM = 64
 # The shortest segments' tokens: in shorter ones what a program does before and after its products
 # counts for more.
 _SHORTEST = 768
-# How far programs have to fill their waves where a head has a tail, and where it has none: nothing
-# else runs meanwhile, as a multiprocessor holds one program. A GPU of compute capability 9.0 mostly
-# has 132 multiprocessors.
-_FULL_WITH_TAIL, _FULL_WITHOUT_TAIL = 0.75, 0.7
+# How far programs have to fill their waves: nothing else runs meanwhile, as a multiprocessor holds
+# one program. Of heads with a tail that fill whole sectors, 32 bytes of memory, further, as there
+# the stream kernel is at its best. A GPU of compute capability 9.0 mostly has 132 multiprocessors.
+_FULL_WITH_TAIL, _FULL_OTHERWISE = 0.75, 0.7
 _MULTIPROCESSORS = 132
 
 
@@ -61,7 +61,8 @@ def is_specialized(
         return False
     programs = triton.cdiv(tokens, LAUNCH.block) * heads
     waves = triton.cdiv(programs, _MULTIPROCESSORS)
-    fullness = _FULL_WITH_TAIL if head_split(head_dim).tail else _FULL_WITHOUT_TAIL
+    tail_in_sectors = head_split(head_dim).tail > 0 and head_dim % 16 == 0
+    fullness = _FULL_WITH_TAIL if tail_in_sectors else _FULL_OTHERWISE
     full = programs >= fullness * waves * _MULTIPROCESSORS
     return head_dim > _WIDEST_FOR_STREAM and full
 

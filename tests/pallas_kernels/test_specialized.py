@@ -41,6 +41,8 @@ def on(monkeypatch):
         {"tokens": 1936, "max_seqlen": 1936},  # 256 programs, of two waves' 264
         {"tokens": 3136, "max_seqlen": 3136},  # 400 programs, of four waves' 528
         {"tokens": 2304, "max_seqlen": 2304, "head_dim": 128},  # 288 programs, of three waves' 396
+        {"tokens": 2304, "max_seqlen": 2304, "head_dim": 72},
+        {"tokens": 9220, "max_seqlen": 3072},  # not by eights
     ],
 )  # fmt: skip
 def test_long_images_of_wide_heads_take_it(on, changes):
@@ -54,8 +56,10 @@ def test_long_images_of_wide_heads_take_it(on, changes):
         {"dtype": jnp.float32}, {"head_dim": 64}, {"head_dim": 136},
         {"max_seqlen": 767}, {"max_seqlen": 767, "head_dim": 128},
         {"tokens": 2304, "max_seqlen": 2304},
+        {"tokens": 2304, "max_seqlen": 2304, "head_dim": 112},
         {"tokens": 2112, "max_seqlen": 2112, "head_dim": 128},  # 272 of 396
-        {"tokens": 9220}, {"head_dim": 72, "heads": 15},  # whose tiles do not fit
+        {"tokens": 9220, "max_seqlen": 3071},
+        {"head_dim": 72, "heads": 15},  # whose tiles do not fit
     ],
 )  # fmt: skip
 def test_others_do_not(on, changes):
@@ -80,7 +84,7 @@ def test_launches_of_a_table_may_be_without_it(on):
     ("tokens", "heads", "head_dim", "fit"),
     [
         (128, 1, 80, True), (136, 2, 72, True), (1024, 16, 128, True), (1024, 15, 72, False),
-        (1020, 16, 80, False), (120, 16, 80, False), (1024, 16, 64, False), (1024, 16, 136, False),
+        (1021, 16, 80, True), (120, 16, 80, False), (1024, 16, 64, False), (1024, 16, 136, False),
     ],
 )  # fmt: skip
 def test_what_fits(tokens, heads, head_dim, fit):
@@ -114,12 +118,14 @@ def test_under_shard_map_its_result_varies_as_the_reference_s_does(on, implement
 @pytest.mark.skipif(not HAVE_MOSAIC, reason="the kernel is for JAX 0.11.2 and 0.12")
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 80), (72, 72), (128, 64)])
-def test_the_public_functions_launch_it(monkeypatch, head_dim, rotary_dim, packed):
+@pytest.mark.parametrize("last", [241, 242])
+def test_the_public_functions_launch_it(monkeypatch, last, head_dim, rotary_dim, packed):
     if jax.local_devices()[0].compute_capability != "9.0":
         pytest.skip("needs a GPU of compute capability 9.0")
     monkeypatch.setattr(specialized, "_MULTIPROCESSORS", 1)  # waves are full
     name = "fused_rope_attention_qkvpacked" if packed else "fused_rope_attention"
-    case = make_case((1100, 3, 241), head_dim=head_dim, rotary_dim=rotary_dim)
+    monkeypatch.setattr(specialized, "_SHORTEST_COPIED", 1)
+    case = make_case((1100, 3, last), head_dim=head_dim, rotary_dim=rotary_dim)
     arguments = [jnp.asarray(x) for x in (case.packed if packed else case.separate)]
 
     @jax.jit

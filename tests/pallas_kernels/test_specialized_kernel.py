@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as mosaic
 from pallas_kernels.attention import LOG2_E
 from pallas_kernels.compile import HAVE_MOSAIC
 from pallas_kernels.launch import head_split, rotated_row
-from pallas_kernels.specialized import fits
+from pallas_kernels.specialized import fits, rows_of
 from tests.kernel_cases import RELATIVE_RMS
 from tests.pallas_kernels.test_lowering import cuda_device
 
@@ -30,9 +30,9 @@ def draw(tokens, heads, head_dim, dtype="bfloat16", gain=1.0, seed=0):
 
 
 def rotated(qkv):
-    """Q and K as rotate_kernel lays them out [tokens, 2, row], by an angle of 0.
+    """Q and K as rotate_kernel lays them out [rows, 2, row], by an angle of 0.
 
-    It interleaves the halves too, which Q K^T is the same without.
+    It interleaves the halves too, which Q K^T is the same without. Rows of no token hold NaN.
     """
     tokens, _, heads, head_dim = qkv.shape
     main, tail = head_split(head_dim)
@@ -40,7 +40,9 @@ def rotated(qkv):
     x[..., :head_dim] = qkv[:, :2]
     parts = x[..., :main].reshape(tokens, 2, -1), x[..., main:].reshape(tokens, 2, -1)
     x = np.concatenate(parts, axis=-1)
-    return np.pad(x, ((0, 0), (0, 0), (0, rotated_row(heads, head_dim) - x.shape[-1])))
+    x = np.pad(x, ((0, 0), (0, 0), (0, rotated_row(heads, head_dim) - x.shape[-1])))
+    rows = ((0, rows_of(tokens) - tokens), (0, 0), (0, 0))
+    return np.pad(x, rows, constant_values=np.nan)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -110,6 +112,16 @@ def test_one_segment_of_more_keys_than_tiles(heads, head_dim, dtype):
 def test_segments(head_dim, cu_seqlens):
     tokens = max(128, -(-cu_seqlens[-1] // 8) * 8)
     check(draw(tokens, 2, head_dim), cu_seqlens)
+
+
+@pytest.mark.parametrize("tokens", [129, 196, 263])
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 72), (1, 80), (1, 128)])
+def test_any_number_of_tokens(heads, head_dim, tokens):
+    """Their rows end within eights, with and without tokens of no segment there."""
+    qkv = draw(tokens, heads, head_dim)
+    qkv[70, 0] *= 4000  # a misfit
+    check(qkv, [0, 67, tokens])
+    check(qkv, [0, 67, tokens - 1])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -203,7 +215,7 @@ def test_groups_of_warps_do_not_race(monkeypatch):
 
 def lower(tokens, heads, head_dim, dtype="bfloat16", packed=True):
     rows, part = rotated_row(heads, head_dim), 2 if packed else 1
-    q_k = jax.ShapeDtypeStruct((tokens, part, rows), dtype)
+    q_k = jax.ShapeDtypeStruct((rows_of(tokens), part, rows), dtype)
     v = jax.ShapeDtypeStruct((tokens, 3 if packed else 1, heads, head_dim), dtype)
     cu_seqlens = jax.ShapeDtypeStruct((5,), jnp.int32)
     with cuda_device():
@@ -212,7 +224,7 @@ def lower(tokens, heads, head_dim, dtype="bfloat16", packed=True):
 
 
 @pytest.mark.parametrize("head_dim", range(72, 129, 8))
-@pytest.mark.parametrize("tokens", [128, 136, 9216])
+@pytest.mark.parametrize("tokens", [128, 136, 9213, 9216])
 def test_what_fits_lowers_for_a_gpu(tokens, head_dim):
     heads = 15 if head_dim % 16 == 0 else 14
     assert fits(tokens, heads, head_dim)
@@ -226,3 +238,8 @@ def test_arrays_are_read_in_place(dtype, packed):
         module = lower(1024, 16, 80, dtype, packed)
     for copy in ("slice", "gather", "transpose", "concatenate", "convert", "pad", "copy"):
         assert f"stablehlo.{copy}" not in module
+
+
+def test_v_alone_is_copied_for_rows_by_eights():
+    module = lower(1020, 16, 80)
+    assert module.count("stablehlo.pad") == module.count("stablehlo.slice") == 1

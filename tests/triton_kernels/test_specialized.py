@@ -45,6 +45,7 @@ def on_hopper(monkeypatch):
         {"tokens": 1936, "max_seqlen": 1936},  # 256 programs, of two waves' 264
         {"tokens": 3136, "max_seqlen": 3136},  # 400 programs, of four waves' 528
         {"tokens": 2304, "max_seqlen": 2304, "head_dim": 128},  # 288 programs, of three waves' 396
+        {"tokens": 2304, "max_seqlen": 2304, "head_dim": 72},
     ],
 )  # fmt: skip
 def test_long_images_of_wide_heads_take_it(on_hopper, changes):
@@ -58,6 +59,7 @@ def test_long_images_of_wide_heads_take_it(on_hopper, changes):
         {"dtype": torch.float32}, {"head_dim": 64}, {"head_dim": 136},
         {"max_seqlen": 767}, {"max_seqlen": 767, "head_dim": 128},
         {"tokens": 2304, "max_seqlen": 2304},
+        {"tokens": 2304, "max_seqlen": 2304, "head_dim": 112},
         {"tokens": 2112, "max_seqlen": 2112, "head_dim": 128},  # 272 of 396
     ],
 )  # fmt: skip
