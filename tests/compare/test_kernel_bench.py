@@ -1,5 +1,6 @@
 """What the benchmark does with times and errors, on stand-ins for the GPU's clocks."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,15 @@ def test_jax_is_timed_by_the_profiler():
     out = jnp.asarray(oracle(INPUTS).float().cpu().numpy())
     (record,) = bench(KernelImplementation("pallas", "jax", lambda _: lambda *_: out))
     assert record.median_us == record.profiler_us == 9
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.001, 90), (0.02, 5), (0.5, 3)])
+def test_as_long_is_profiled_as_a_graph_is_replayed(monkeypatch, seconds, rounds):
+    """And 60 calls at least."""
+    clock, made = itertools.count(), []
+    monkeypatch.setattr(kernel_timing.time, "perf_counter", lambda: seconds * next(clock))
+    assert kernel_timing.FULL.profiled_rounds(made.append, calls=20) == rounds
+    assert made == [1]
 
 
 def test_jax_is_judged_without_what_an_earlier_call_has_left(monkeypatch):
