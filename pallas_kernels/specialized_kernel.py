@@ -8,9 +8,10 @@ FlashAttention-3's (https://arxiv.org/abs/2407.08608); softmax is by one referen
 softmax.py.
 
 For Pallas' Mosaic GPU backend: its Triton backend has no groups of warps, and no such copies. Here
-these start at multiples of eight rows, so that a segment's first tile has up to seven rows before
-it, and of sixteen columns: V of a head that starts between them is loaded from eight before. Where
-there is no row they load zeros, and store nothing.
+these start at multiples of eight rows, of arrays that have rows by eights, so that a segment's
+first tile has up to seven rows before it; and at multiples of sixteen columns: V of a head that
+starts between them is loaded from eight before. Where there is no row they load zeros, and store
+nothing.
 """
 
 import functools
@@ -89,8 +90,8 @@ def specialized_kernel(
     # in shared memory: tiles of Q, K (main and tail) and V, each group's result and its misfits
     q_tiles: tuple[Ref, ...], k_tiles: tuple[Ref, ...], v_tiles: tuple[Ref, ...],
     out_tiles: Ref, misfits_ref: Ref,
-    # barriers: see Operand; see take_turn; have all groups read all tiles; what each group loads
-    # itself
+    # barriers: see Operand; is it each group's turn; have all groups read all tiles; what each
+    # group loads itself
     q_full: Ref, k_full: Ref, k_empty: Ref, v_full: Ref, v_empty: Ref,
     turns: Ref | None, all_read: Ref, again: Ref,
     # where the interpreter has probabilities
@@ -127,7 +128,7 @@ def specialized_kernel(
     group = lax.axis_index("group")
 
     @pl.when(group == GROUPS)
-    def load_all() -> None:
+    def loading() -> None:
         mosaic.set_max_registers(LOADER_REGISTERS, action="decrease")
         load = functools.partial(load_tiles, q, k, v, all_read, visited)
         if by_one_warp:
@@ -136,7 +137,7 @@ def specialized_kernel(
             load()
 
     @pl.when(group < GROUPS)
-    def attend_all() -> None:
+    def computing() -> None:
         mosaic.set_max_registers(REGISTERS, action="increase")
         out_tile = out_tiles.at[group]
         p_tile = None if p_tiles is None else p_tiles.at[group]
