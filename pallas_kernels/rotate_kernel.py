@@ -21,7 +21,8 @@ from pallas_kernels.tiles import (
 
 
 def rotate_kernel(
-    # x is [tokens, parts, heads, head_dim], out [tokens, parts that are rotated, row]
+    # x is [tokens, parts, heads, head_dim], out [rows, parts that are rotated, row]; rows past the
+    # tokens are left
     x_ref: Ref, cos_ref: Ref, sin_ref: Ref, out_ref: Ref,
     *,
     # the first part of x that is rotated; as many are as out has

@@ -52,7 +52,7 @@ def specialized_attention(
     kernel = functools.partial(
         specialized_kernel,
         parts=parts, scale_log2=scale_log2, max_seqlen=max_seqlen, heads=heads, head_dim=head_dim,
-        # Warps cannot be told apart where arrays vary over axes of a mesh.
+        # Under shard_map, JAX maps no warps over arrays that vary over axes of a mesh.
         by_one_warp=not varying_axes(q, k, v, cu_seqlens),
     )  # fmt: skip
     # Under shard_map the result varies over the mesh axes that any operand varies over, which the
@@ -72,9 +72,9 @@ def specialized_attention(
             mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
             mosaic.Barrier(num_arrivals=1, num_barriers=STAGES),
             mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-            mosaic.Barrier(num_arrivals=1, num_barriers=GROUPS) if copies > 1 else None,
             mosaic.Barrier(num_arrivals=GROUPS),
             mosaic.Barrier(num_arrivals=copies + 1, num_barriers=GROUPS),
+            mosaic.Barrier(num_arrivals=1, num_barriers=GROUPS) if copies > 1 else None,
             # The interpreter multiplies by nothing but shared memory.
             shared((GROUPS, ROWS, KEYS)) if interpret else None,
         ),

@@ -90,10 +90,10 @@ def specialized_kernel(
     # in shared memory: tiles of Q, K (main and tail) and V, each group's result and its misfits
     q_tiles: tuple[Ref, ...], k_tiles: tuple[Ref, ...], v_tiles: tuple[Ref, ...],
     out_tiles: Ref, misfits_ref: Ref,
-    # barriers: see Operand; is it each group's turn; have all groups read all tiles; what each
-    # group loads itself
+    # barriers: see Operand; have all groups read all tiles; what each group loads itself; is it its
+    # turn
     q_full: Ref, k_full: Ref, k_empty: Ref, v_full: Ref, v_empty: Ref,
-    turns: Ref | None, all_read: Ref, again: Ref,
+    all_read: Ref, again: Ref, turns: Ref | None,
     # where the interpreter has probabilities
     p_tiles: Ref | None,
     *,
@@ -142,7 +142,7 @@ def specialized_kernel(
         out_tile = out_tiles.at[group]
         p_tile = None if p_tiles is None else p_tiles.at[group]
         attend_rows(
-            q, k, v, turns, all_read, again, out_tile, misfits_ref, p_tile, visited, group,
+            q, k, v, all_read, again, turns, out_tile, misfits_ref, p_tile, visited, group,
             v_shift, scale_log2,
         )  # fmt: skip
         mosaic.commit_smem()
@@ -238,7 +238,7 @@ def load_tile(x: Operand, row: Scalar, index: Scalar, full: Ref) -> None:
 
 
 def attend_rows(
-    q: Operand, k: Operand, v: Operand, turns: Ref | None, all_read: Ref, again: Ref,
+    q: Operand, k: Operand, v: Operand, all_read: Ref, again: Ref, turns: Ref | None,
     # the group's tile [pieces, ROWS, columns], and all groups' rows [GROUPS, ROWS]
     out_tile: Ref, misfits_ref: Ref, p_tile: Ref | None,
     visited: Visited, group: Scalar,
@@ -252,6 +252,8 @@ def attend_rows(
     for i in range(out_tile.shape[0]):  # of tokens of no segment
         out_tile[i] = filled(out_tile.shape[1:], 0, SUMS, out_tile.dtype)
     mosaic.barrier_wait(q.full.at[group])
+    # The first turn is group 0's, which also takes the one that is left after all tiles: a barrier
+    # has to be waited for as often as it was completed.
     pl.when(group == GROUPS - 1)(functools.partial(pass_turn, turns, group))
 
     def attend(segment: Scalar, carried: tuple) -> tuple:

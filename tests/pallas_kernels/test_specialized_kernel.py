@@ -197,6 +197,20 @@ def test_the_same_bits_of_arrays_apart_and_at_another_place(monkeypatch):
     np.testing.assert_array_equal(attend(moved, [3, 72, 203, 272, 280])[72:272], before)
 
 
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_four_warps_load_what_one_does(monkeypatch, head_dim):
+    """As they do for arrays that vary over a mesh."""
+    from pallas_kernels import specialized_call
+
+    qkv, cu_seqlens = draw(264, 1, head_dim), [3, 67, 264]
+    qkv[100, 0] *= 4000  # a misfit
+    expected = attend(qkv, cu_seqlens)
+    monkeypatch.setattr(specialized_call, "varying_axes", lambda *_: {"x"})
+    jax.clear_caches()
+    np.testing.assert_array_equal(check(qkv, cu_seqlens), expected)
+    jax.clear_caches()
+
+
 def test_groups_of_warps_do_not_race(monkeypatch):
     """Loads, products and stores, as the interpreter orders them by the barriers alone."""
     if jax.default_backend() == "gpu":
