@@ -194,15 +194,19 @@ def reference_of(largest: jax.Array, scale_log2: float) -> jax.Array:
     return jnp.where(jnp.abs(largest * scale_log2) < 4096.0, largest, jnp.inf)
 
 
-def reference_fits(row_sum: jax.Array, out: jax.Array, out_tail: jax.Array | None) -> jax.Array:
+def reference_fits(
+    row_sum: jax.Array, out: jax.Array, out_tail: jax.Array | None, dtype: jax.typing.DTypeLike
+) -> jax.Array:
     """Which rows the reference suits, as the sum of their probabilities and their result tell.
 
-    The reference's own key counts 1 in the sum. A result is not finite where sums overflowed, or
-    where probabilities, all rounded up to its dtype, lift a mean of the largest values beyond it.
+    The reference's own key counts 1 in the sum. The result, not cast to its dtype yet, is not
+    finite where sums overflowed; cast, not where probabilities, all rounded up, lift a mean of the
+    largest values beyond the dtype. The sum of its squares tells both, and some rows that would do.
     """
     # bf16 has fp32's range.
-    limit = 2.0**100 if out.dtype == jnp.bfloat16 else 2.0**15
-    finite = jnp.sum(out.astype(jnp.float32) * 0.0, axis=1) == 0.0
+    is_bf16 = dtype == jnp.bfloat16
+    sum_limit, squares_limit = (2.0**100, 2.0**126) if is_bf16 else (2.0**15, 2.0**31)
+    squares = jnp.sum(out * out, axis=1)
     if out_tail is not None:
-        finite &= jnp.sum(out_tail.astype(jnp.float32) * 0.0, axis=1) == 0.0
-    return finite & (row_sum > 0.5) & (row_sum < limit)
+        squares += jnp.sum(out_tail * out_tail, axis=1)
+    return (row_sum > 0.5) & (row_sum < sum_limit) & (squares < squares_limit)

@@ -45,6 +45,7 @@ def specialized_attention(
         v, parts = jnp.pad(v[:, v_part], ((0, rows - tokens), (0, 0), (0, 0))), (q_part, k_part, 0)
     split = [columns for columns in head_split(head_dim) if columns > 0]
     copies = len(split)
+    takes_turns = copies > 1 and split[1] < split[0]
     width = pl.cdiv(head_dim, COLUMN_UNIT) * COLUMN_UNIT
     # Mosaic lays out a tile of columns by sixteens by eight rows, which have to divide the tokens.
     piece = head_dim if rows == tokens else COLUMN_UNIT // 2
@@ -74,7 +75,7 @@ def specialized_attention(
             mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
             mosaic.Barrier(num_arrivals=GROUPS),
             mosaic.Barrier(num_arrivals=copies + 1, num_barriers=GROUPS),
-            mosaic.Barrier(num_arrivals=1, num_barriers=GROUPS) if copies > 1 else None,
+            mosaic.Barrier(num_arrivals=1, num_barriers=GROUPS) if takes_turns else None,
             # The interpreter multiplies by nothing but shared memory.
             shared((GROUPS, ROWS, KEYS)) if interpret else None,
         ),

@@ -151,7 +151,7 @@ def specialized_kernel(
         for i in range(pieces):
             columns = pl.ds(head * head_dim + i * width, width)
             mosaic.copy_smem_to_gmem(out_tile.at[i], out_ref.at[rows, columns])
-        mosaic.wait_smem_to_gmem(0)
+        mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def rotated_columns(
@@ -262,8 +262,8 @@ def attend_rows(
         row_sum, acc = visit_segment(q_tiles, k, v, turns, p_tile, tile, keys, scale_log2, group)
         out = divided(row_sum, acc, v_shift, out_tile)
         mask = (token >= keys.start) & (token < keys.end)
-        fits = reference_fits(row_sum, out, None)
-        store_rows(out_tile, mask & fits, out)
+        store_rows(out_tile, mask, out)
+        fits = reference_fits(row_sum, out, None, out_tile.dtype)
         return tile + keys.tiles, jnp.where(fits, misfits, jnp.where(mask, 1, misfits))
 
     segments = visited.first_segment, visited.last_segment + 1
@@ -361,7 +361,7 @@ def visit_segment(
 def take_turn(turns: Ref | None, group: Scalar) -> None:
     """Wait until the other group's products have ended: with the tile before, or with this one.
 
-    Only where there is a tail. Wide products do not gain.
+    Only where there is a tail, and it is narrow. Products of 128 columns lose by turns.
     """
     if turns is not None:
         mosaic.barrier_wait(turns.at[group])
@@ -472,8 +472,8 @@ def partial_sums(p: jax.Array) -> jax.Array:
 
 
 def divided(row_sum: jax.Array, acc: jax.Array, v_shift: Scalar | None, out_tile: Ref) -> jax.Array:
-    """The result [ROWS, head_dim], of sums that may have other columns before or behind."""
-    out = (acc * by_rows(1.0 / row_sum, acc)).astype(out_tile.dtype)
+    """The result [ROWS, head_dim], not cast yet, of sums that may have more columns than a head."""
+    out = acc * by_rows(1.0 / row_sum, acc)
     if v_shift is None:
         return out
     head_dim = out_tile.shape[0] * out_tile.shape[2]
@@ -484,5 +484,5 @@ def store_rows(out_tile: Ref, mask: jax.Array, out: jax.Array) -> None:
     """Write some rows of the result."""
     pieces, _, columns = out_tile.shape
     for i in range(pieces):
-        x = out[:, i * columns : (i + 1) * columns]
+        x = out[:, i * columns : (i + 1) * columns].astype(out_tile.dtype)
         out_tile[i] = jnp.where(by_rows(mask, x), x, out_tile[i])

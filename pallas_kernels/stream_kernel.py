@@ -139,18 +139,18 @@ def attend_segments(
         keys = jnp.where(end > block_start, end - start, 0)  # 0: only padding follows it
         row_sum, acc, acc_tail = visit(start, keys, online=online)
         rescale = (1.0 / jnp.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
-        out = (acc * rescale).astype(dtype)
-        out_tail = (acc_tail * rescale).astype(dtype) if tail > 0 else None
+        out = acc * rescale
+        out_tail = acc_tail * rescale if tail > 0 else None
         mask = (token >= start) & (token < end) & wanted
         covered |= mask
         if not online:
-            fits = reference_fits(row_sum, out, out_tail)
+            fits = reference_fits(row_sum, out, out_tail, dtype)
             misfits |= mask & ~fits
             mask &= fits
         rows = Rows(block_start, block, mask)
-        store_columns(out_head, rows, out, 0, main, head_dim, v_shift)
+        store_columns(out_head, rows, out.astype(dtype), 0, main, head_dim, v_shift)
         if tail > 0:
-            store_columns(out_head, rows, out_tail, main, tail, head_dim, v_shift)
+            store_columns(out_head, rows, out_tail.astype(dtype), main, tail, head_dim, v_shift)
         return covered, misfits
 
     none = jnp.zeros((block,), jnp.bool_)

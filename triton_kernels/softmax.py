@@ -187,16 +187,17 @@ def add_tail_product(
 
 
 @triton.jit
-def reference_fits(row_sum, out, out_tail, TAIL: tl.constexpr):
+def reference_fits(row_sum, out, out_tail, dtype: tl.constexpr, TAIL: tl.constexpr):
     """Which rows the reference suits, as the sum of their probabilities and their result tell.
 
-    The reference's own key counts 1 in the sum. A result is not finite where sums overflowed, or
-    where probabilities, all rounded up to its dtype, lift a mean of the largest values beyond it.
+    The reference's own key counts 1 in the sum. The result, not cast to its dtype yet, is not
+    finite where sums overflowed; cast, not where probabilities, all rounded up, lift a mean of the
+    largest values beyond the dtype. The sum of its squares tells both, and some rows that would do.
     """
-    finite = tl.sum(out.to(tl.float32) * 0.0, 1) == 0.0
+    squares = tl.sum(out * out, 1)
     if TAIL > 0:
-        finite = finite & (tl.sum(out_tail.to(tl.float32) * 0.0, 1) == 0.0)
-    return finite & sum_fits(row_sum, out.dtype)
+        squares += tl.sum(out_tail * out_tail, 1)
+    return sum_fits(row_sum, dtype) & squares_fit(squares, dtype)
 
 
 @triton.jit
@@ -214,3 +215,10 @@ def sum_fits(row_sum, dtype: tl.constexpr):
     """Which sums of probabilities are such that none of these left their dtype's range."""
     LIMIT: tl.constexpr = 2.0**100 if dtype == tl.bfloat16 else 2.0**15  # bf16 has fp32's range
     return (row_sum > 0.5) & (row_sum < LIMIT)
+
+
+@triton.jit
+def squares_fit(squares, dtype: tl.constexpr):
+    """Which sums of a row's squares are such that none of its values leaves a dtype's range."""
+    LIMIT: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**31
+    return squares < LIMIT

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from triton_kernels.softmax import PARTS, reference_of, sum_fits
+from triton_kernels.softmax import PARTS, reference_of, squares_fit, sum_fits
 from triton_kernels.stream_kernel import last_start_at
 from triton_kernels.tiles import segment_bounds
 
@@ -207,53 +207,68 @@ def attend_rows(q, k, v, again, turns, descs, out_ptr, visited, head, scale_log2
     _, tokens, first_segment, last_segment, block_start = visited
     q_main, q_tail, q_full = q
     q = (q_main.index(GROUP), q_tail.index(GROUP))
-    ROW: gl.constexpr = gl.SliceLayout(1, sums_layout(MAIN))
-    rows = GROUP * ROWS + gl.arange(0, ROWS, ROW)
-    token = block_start + rows
-    covered = token < 0
+    token = block_start + group_rows(GROUP, sums_layout(MAIN))
     misfits = token < 0
+    covered_from, covered_to = tokens, 0
     mbarrier.wait(q_full.index(0), 0)
     tile = 0
-    for segment in range(first_segment, last_segment + 1):
+    for segment in tl.range(first_segment, last_segment + 1, disable_licm=True):
         start, end, tiles, first_keys = keys_of(visited, segment)
         row_sum, acc, acc_tail = visit_segment(
             q, k, v, turns, tile, tiles, first_keys, end - start, scale_log2, GROUP, MAIN, TAIL
         )
         tile += tiles
-        out, out_tail = divided(row_sum, acc, acc_tail, q[0].dtype, TAIL)
-        fits = sum_fits(gl.convert_layout(row_sum, ROW), q[0].dtype) & are_finite(out, ROW)
-        if TAIL > 0:
-            fits = fits & are_finite(out_tail, ROW)
-        mask = (token >= start) & (token < end)
-        covered = covered | mask
-        misfits = misfits | (mask & (fits == 0))
-        store_rows(out_ptr, rows, mask & fits, out, out_tail, HEADS, HEAD_DIM, MAIN, TAIL)
+        out, out_tail = scaled(acc, acc_tail, 1.0 / row_sum, TAIL)
+        # Also those that do not fit, which are written over later.
+        store_rows(out_ptr, start - block_start, end - block_start, None, out, out_tail,
+                   GROUP, HEADS, HEAD_DIM, MAIN, TAIL)  # fmt: skip
+        fits = reference_fits(row_sum, out, out_tail, out_ptr.dtype.element_ty, TAIL)
+        misfits = misfits | ((token >= start) & (token < end) & (fits == 0))
+        covered_from, covered_to = gl.minimum(covered_from, start), gl.maximum(covered_to, end)
 
-    # Rows that their reference does not fit, again; for no segment if there are none.
-    are_misfits = gl.sum(misfits.to(gl.int32), 0) > 0
-    wait_for_all(k, tile, are_misfits)
-    wait_for_all(v, tile, are_misfits)
+    if gl.sum(misfits.to(gl.int32), 0) > 0:
+        attend_again(
+            q, k, v, again, descs, out_ptr, visited, head, misfits, tile, scale_log2,
+            GROUP, HEADS, HEAD_DIM, MAIN, TAIL,
+        )  # fmt: skip
+    # Tokens of no segment.
+    acc, acc_tail = zero_sums(MAIN, TAIL)
+    if covered_from > block_start:
+        store_rows(out_ptr, 0, gl.minimum(covered_from, tokens) - block_start, None, acc, acc_tail,
+                   GROUP, HEADS, HEAD_DIM, MAIN, TAIL)  # fmt: skip
+    if covered_to < gl.minimum(block_start + ROWS * GROUPS, tokens):
+        store_rows(out_ptr, covered_to - block_start, tokens - block_start, None, acc, acc_tail,
+                   GROUP, HEADS, HEAD_DIM, MAIN, TAIL)  # fmt: skip
+
+
+@gluon.jit
+def group_rows(GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which of the block's rows are the group's, as the rows of a layout."""
+    return GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+
+
+@gluon.jit
+def attend_again(q, k, v, again, descs, out_ptr, visited, head, misfits, tile, scale_log2,
+                 GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+                 MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+    """Rows that their reference does not fit, once all groups have read all tiles."""
+    _, _, first_segment, last_segment, block_start = visited
+    wait_for_all(k, tile)
+    wait_for_all(v, tile)
     k_main, k_tail, _, _ = k
     v_main, v_tail, _, _ = v
-    again = again.index(GROUP)
-    k = (k_main.index(GROUP), k_tail.index(GROUP), again)
-    v = (v_main.index(GROUP), v_tail.index(GROUP), again)
+    k = (k_main.index(GROUP), k_tail.index(GROUP), again.index(GROUP))
+    v = (v_main.index(GROUP), v_tail.index(GROUP))
     tile = 0
-    for segment in range(first_segment, gl.where(are_misfits, last_segment, -1) + 1):
+    for segment in range(first_segment, last_segment + 1):
         start, end, tiles, first_keys = keys_of(visited, segment)
         row_sum, acc, acc_tail = visit_online(
             q, k, v, descs, tile, tiles, start, first_keys, head, scale_log2, HEADS, MAIN, TAIL
         )
         tile += tiles
-        out, out_tail = divided(row_sum, acc, acc_tail, q[0].dtype, TAIL)
-        mask = (token >= start) & (token < end) & misfits
-        store_rows(out_ptr, rows, mask, out, out_tail, HEADS, HEAD_DIM, MAIN, TAIL)
-
-    # Tokens of no segment.
-    mask = (token < tokens) & (covered == 0)
-    acc, acc_tail = zero_sums(MAIN, TAIL)
-    out, out_tail = acc.to(q[0].dtype), acc_tail.to(q[0].dtype)
-    store_rows(out_ptr, rows, mask, out, out_tail, HEADS, HEAD_DIM, MAIN, TAIL)
+        out, out_tail = scaled(acc, acc_tail, 1.0 / row_sum, TAIL)
+        store_rows(out_ptr, start - block_start, end - block_start, misfits, out, out_tail,
+                   GROUP, HEADS, HEAD_DIM, MAIN, TAIL)  # fmt: skip
 
 
 @gluon.jit
@@ -269,10 +284,10 @@ def visit_segment(q, k, v, turns, tile, tiles, first_keys, keys, scale_log2,
     acc, acc_tail = zero_sums(MAIN, TAIL)
     stage, parity = stage_of(tile)
     mbarrier.wait(k_full.index(stage), parity)
-    take_turn(turns, tile, GROUP, TAIL)
+    take_turn(turns, tile, GROUP, MAIN, TAIL)
     logits = key_logits(q, k_main.index(stage), k_tail.index(stage), TAIL)
     logits = warpgroup_mma_wait(0, deps=[logits])
-    pass_turn(turns, GROUP, TAIL)
+    pass_turn(turns, GROUP, MAIN, TAIL)
     mbarrier.arrive(k_empty.index(stage), count=1)
     column = gl.arange(0, KEYS, gl.SliceLayout(0, logits.type.layout))[None, :]
     among = gl.where(column < gl.minimum(keys, REFERENCE_KEYS), logits, -float("inf"))
@@ -285,7 +300,7 @@ def visit_segment(q, k, v, turns, tile, tiles, first_keys, keys, scale_log2,
         before, before_parity = stage, parity
         stage, parity = stage_of(tile + i)
         mbarrier.wait(v_full.index(before), before_parity)
-        take_turn(turns, tile + i, GROUP, TAIL)
+        take_turn(turns, tile + i, GROUP, MAIN, TAIL)
         acc, acc_tail = add_values(
             p, v_main.index(before), v_tail.index(before), acc, acc_tail, TAIL
         )
@@ -295,7 +310,7 @@ def visit_segment(q, k, v, turns, tile, tiles, first_keys, keys, scale_log2,
             logits, acc, acc_tail = warpgroup_mma_wait(0, deps=[logits, acc, acc_tail])
         else:
             logits, acc = warpgroup_mma_wait(0, deps=[logits, acc])
-        pass_turn(turns, GROUP, TAIL)
+        pass_turn(turns, GROUP, MAIN, TAIL)
         mbarrier.arrive(k_empty.index(stage), count=1)
         mbarrier.arrive(v_empty.index(before), count=1)
         p = gl.exp2(logits * scale_log2 - reference[:, None])
@@ -309,19 +324,19 @@ def visit_segment(q, k, v, turns, tile, tiles, first_keys, keys, scale_log2,
 
 
 @gluon.jit
-def take_turn(turns, tile, GROUP: gl.constexpr, TAIL: gl.constexpr):
+def take_turn(turns, tile, GROUP: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):
     """Wait until the other group's products have ended: with the tile before, or with this one.
 
-    Only where there is a tail. Wide products do not gain.
+    Only where there is a tail, and it is narrow. Products of 128 columns lose by turns.
     """
-    if TAIL > 0:
+    if TAIL > 0 and TAIL < MAIN:
         mbarrier.wait(turns.index(GROUP), tile & 1 ^ (1 - GROUP))
 
 
 @gluon.jit
-def pass_turn(turns, GROUP: gl.constexpr, TAIL: gl.constexpr):
+def pass_turn(turns, GROUP: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):
     """Let the other group go on."""
-    if TAIL > 0:
+    if TAIL > 0 and TAIL < MAIN:
         mbarrier.arrive(turns.index(1 - GROUP), count=1)
 
 
@@ -331,7 +346,7 @@ def visit_online(q, k, v, descs, tile, tiles, start, first_keys, head, scale_log
     """The same by online softmax, of tiles that the group loads itself, one after the other."""
     _, _, k_desc, k_tail_desc, v_desc, v_tail_desc = descs
     k_main, k_tail, full = k
-    v_main, v_tail, _ = v
+    v_main, v_tail = v
     S: gl.constexpr = sums_layout(KEYS)
     row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
     row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
@@ -372,12 +387,12 @@ def clear_rows(x, count):
 
 
 @gluon.jit
-def wait_for_all(x, tiles, wanted):
-    """Wait, if that is wanted, until all groups have read all tiles."""
+def wait_for_all(x, tiles):
+    """Wait until all groups have read all tiles."""
     _, _, _, empty = x
     for stage in gl.static_range(STAGES):
         uses = (tiles + STAGES - 1 - stage) // STAGES
-        mbarrier.wait(empty.index(stage), uses - 1 & 1, pred=wanted & (uses > 0))
+        mbarrier.wait(empty.index(stage), uses - 1 & 1, pred=uses > 0)
 
 
 @gluon.jit
@@ -445,25 +460,26 @@ def scaled(acc, acc_tail, factor, TAIL: gl.constexpr):
 
 
 @gluon.jit
-def divided(row_sum, acc, acc_tail, dtype: gl.constexpr, TAIL: gl.constexpr):
-    """The result in a dtype."""
-    acc, acc_tail = scaled(acc, acc_tail, 1.0 / row_sum, TAIL)
-    return acc.to(dtype), acc_tail.to(dtype)
-
-
-@gluon.jit
-def are_finite(x, LAYOUT: gl.constexpr):
-    """Which rows hold finite numbers alone."""
-    return gl.convert_layout(gl.sum(x.to(gl.float32) * 0.0, 1), LAYOUT) == 0.0
-
-
-@gluon.jit
-def store_rows(out_ptr, rows, mask, out, out_tail, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-               MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
-    """Write some rows of the result, of which out_ptr is the block's first."""
-    store_columns(out_ptr, rows, mask, out, 0, HEADS, HEAD_DIM)
+def reference_fits(row_sum, out, out_tail, dtype: gl.constexpr, TAIL: gl.constexpr):
+    """Which rows the reference suits, see softmax.py; the result is not cast yet."""
+    ROW: gl.constexpr = gl.SliceLayout(1, out.type.layout)
+    squares = gl.sum(out * out, 1)
     if TAIL > 0:
-        store_columns(out_ptr, rows, mask, out_tail, MAIN, HEADS, HEAD_DIM)
+        squares += gl.convert_layout(gl.sum(out_tail * out_tail, 1), ROW)
+    return sum_fits(gl.convert_layout(row_sum, ROW), dtype) & squares_fit(squares, dtype)
+
+
+@gluon.jit
+def store_rows(out_ptr, first, last, wanted, out, out_tail,
+               GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+               MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+    """Write those of the group's rows of the result that the block has from first to last - 1.
+
+    wanted: [ROWS], which of these; None: all. out_ptr is where the block's first row goes.
+    """
+    store_columns(out_ptr, first, last, wanted, out, 0, GROUP, HEADS, HEAD_DIM)
+    if TAIL > 0:
+        store_columns(out_ptr, first, last, wanted, out_tail, MAIN, GROUP, HEADS, HEAD_DIM)
 
 
 @gluon.constexpr_function
@@ -477,11 +493,15 @@ def stored_layout(columns):
 
 
 @gluon.jit
-def store_columns(out_ptr, rows, mask, out, FIRST: gl.constexpr, HEADS: gl.constexpr,
-                  HEAD_DIM: gl.constexpr):  # fmt: skip
+def store_columns(out_ptr, first, last, wanted, out, FIRST: gl.constexpr, GROUP: gl.constexpr,
+                  HEADS: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
     LAYOUT: gl.constexpr = stored_layout(out.shape[1])
-    out = gl.convert_layout(out, LAYOUT)
-    row = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT))[:, None]
-    wanted = gl.convert_layout(mask, gl.SliceLayout(1, LAYOUT))[:, None]
+    out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
+    # Numbered in this layout: to bring numbers or masks into it takes as long as the result.
+    row = group_rows(GROUP, LAYOUT)
+    mask = (row >= first) & (row < last)
+    if wanted is not None:
+        mask = mask & gl.convert_layout(wanted, row.type.layout)
     column = FIRST + gl.arange(0, out.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
-    gl.store(out_ptr + row * (HEADS * HEAD_DIM) + column, out, mask=wanted & (column < HEAD_DIM))
+    place = out_ptr + row[:, None] * (HEADS * HEAD_DIM) + column
+    gl.store(place, out, mask=mask[:, None] & (column < HEAD_DIM))

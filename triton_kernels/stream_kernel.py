@@ -165,13 +165,14 @@ def attend_segments(
             HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
         )  # fmt: skip
         rescale = (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
-        out, out_tail = cast(acc * rescale, dtype), cast(acc_tail * rescale, dtype)
+        out, out_tail = acc * rescale, acc_tail * rescale
         mask = (token >= start) & (token < end) & wanted
         covered = covered | mask
         if not ONLINE:
-            fits = reference_fits(row_sum, out, out_tail, TAIL)
+            fits = reference_fits(row_sum, out, out_tail, dtype, TAIL)
             misfits = misfits | (mask & (fits == 0))
             mask = mask & fits
+        out, out_tail = cast(out, dtype), cast(out_tail, dtype)
         store_columns(out_ptr, out_stride, rows, mask, out, 0, MAIN, HEAD_DIM, v_shift)
         if TAIL > 0:
             store_columns(out_ptr, out_stride, rows, mask, out_tail, MAIN, TAIL, HEAD_DIM, v_shift)

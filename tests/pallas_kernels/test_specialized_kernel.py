@@ -90,7 +90,9 @@ def check(qkv, cu_seqlens, scale=None):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("heads", "head_dim"), [(2, 72), (1, 80), (2, 88), (1, 96), (1, 128)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [(2, 72), (1, 80), (2, 88), (1, 96), (1, 112), (1, 128)]
+)
 def test_one_segment_of_more_keys_than_tiles(heads, head_dim, dtype):
     check(draw(264, heads, head_dim, dtype), [0, 264])
 
