@@ -204,12 +204,12 @@ def attend_rows(q, k, v, again, turns, descs, out_ptr, visited, head, scale_log2
                 GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
                 MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """A computing group of warps: the result of its rows."""
-    _, tokens, first_segment, last_segment, block_start = visited
+    _, _, first_segment, last_segment, block_start = visited
     q_main, q_tail, q_full = q
     q = (q_main.index(GROUP), q_tail.index(GROUP))
     token = block_start + group_rows(GROUP, sums_layout(MAIN))
     misfits = token < 0
-    covered_from, covered_to = tokens, 0
+    clear_padding(out_ptr, visited, GROUP, HEADS, HEAD_DIM, MAIN, TAIL)
     mbarrier.wait(q_full.index(0), 0)
     tile = 0
     for segment in tl.range(first_segment, last_segment + 1, disable_licm=True):
@@ -219,32 +219,38 @@ def attend_rows(q, k, v, again, turns, descs, out_ptr, visited, head, scale_log2
         )
         tile += tiles
         out, out_tail = scaled(acc, acc_tail, 1.0 / row_sum, TAIL)
-        # Also those that do not fit, which are written over later.
+        # Also rows that do not fit, which are written over later.
         store_rows(out_ptr, start - block_start, end - block_start, None, out, out_tail,
                    GROUP, HEADS, HEAD_DIM, MAIN, TAIL)  # fmt: skip
         fits = reference_fits(row_sum, out, out_tail, out_ptr.dtype.element_ty, TAIL)
         misfits = misfits | ((token >= start) & (token < end) & (fits == 0))
-        covered_from, covered_to = gl.minimum(covered_from, start), gl.maximum(covered_to, end)
 
     if gl.sum(misfits.to(gl.int32), 0) > 0:
         attend_again(
             q, k, v, again, descs, out_ptr, visited, head, misfits, tile, scale_log2,
             GROUP, HEADS, HEAD_DIM, MAIN, TAIL,
         )  # fmt: skip
-    # Tokens of no segment.
-    acc, acc_tail = zero_sums(MAIN, TAIL)
-    if covered_from > block_start:
-        store_rows(out_ptr, 0, gl.minimum(covered_from, tokens) - block_start, None, acc, acc_tail,
-                   GROUP, HEADS, HEAD_DIM, MAIN, TAIL)  # fmt: skip
-    if covered_to < gl.minimum(block_start + ROWS * GROUPS, tokens):
-        store_rows(out_ptr, covered_to - block_start, tokens - block_start, None, acc, acc_tail,
-                   GROUP, HEADS, HEAD_DIM, MAIN, TAIL)  # fmt: skip
 
 
 @gluon.jit
 def group_rows(GROUP: gl.constexpr, LAYOUT: gl.constexpr):
     """Which of the block's rows are the group's, as the rows of a layout."""
     return GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+
+
+@gluon.jit
+def clear_padding(out_ptr, visited, GROUP: gl.constexpr, HEADS: gl.constexpr,
+                  HEAD_DIM: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+    """Zeros into all of the group's rows, unless segments surely cover the block."""
+    cu_seqlens_ptr, tokens, first_segment, last_segment, block_start = visited
+    covered_to = block_start
+    for segment in range(first_segment, last_segment + 1):
+        start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
+        covered_to = gl.where(start <= covered_to, gl.maximum(end, covered_to), covered_to)
+    if covered_to < gl.minimum(block_start + ROWS * GROUPS, tokens):
+        acc, acc_tail = zero_sums(MAIN, TAIL)
+        store_rows(out_ptr, 0, tokens - block_start, None, acc, acc_tail,
+                   GROUP, HEADS, HEAD_DIM, MAIN, TAIL)  # fmt: skip
 
 
 @gluon.jit
