@@ -142,6 +142,14 @@ def test_rows_that_their_reference_does_not_fit(dtype):
     check(qkv, [0, 200])
 
 
+@pytest.mark.parametrize(("dtype", "largest"), [("float16", 6e4), ("bfloat16", 1e30)])
+def test_large_values(dtype, largest):
+    """In bf16 sums overflow where later keys' logits pass those of a segment's first."""
+    qkv = draw(200, 2, 72).astype(np.float64) * np.array([4, 4, 1])[:, None, None]
+    qkv[:, 2] *= largest / np.abs(qkv[:, 2]).max()
+    check(np.array(jnp.asarray(qkv, dtype)), [0, 33, 200])
+
+
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("broken", [(0, 67), (67, 201), (201, 264)])
 def test_a_broken_segment_breaks_no_other(broken, value):
