@@ -151,6 +151,7 @@ def specialized_kernel(
         for i in range(pieces):
             columns = pl.ds(head * head_dim + i * width, width)
             mosaic.copy_smem_to_gmem(out_tile.at[i], out_ref.at[rows, columns])
+        # Until they have been read: a kernel ends when all has been written.
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -262,7 +263,7 @@ def attend_rows(
         row_sum, acc = visit_segment(q_tiles, k, v, turns, p_tile, tile, keys, scale_log2, group)
         out = divided(row_sum, acc, v_shift, out_tile)
         mask = (token >= keys.start) & (token < keys.end)
-        store_rows(out_tile, mask, out)
+        store_rows(out_tile, mask, out)  # also rows that do not fit, which are written over later
         fits = reference_fits(row_sum, out, None, out_tile.dtype)
         return tile + keys.tiles, jnp.where(fits, misfits, jnp.where(mask, 1, misfits))
 

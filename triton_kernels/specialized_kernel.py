@@ -212,6 +212,7 @@ def attend_rows(q, k, v, again, turns, descs, out_ptr, visited, head, scale_log2
     clear_padding(out_ptr, visited, GROUP, HEADS, HEAD_DIM, MAIN, TAIL)
     mbarrier.wait(q_full.index(0), 0)
     tile = 0
+    # Moved out of this loop, the result's addresses would take registers from the loop over keys.
     for segment in tl.range(first_segment, last_segment + 1, disable_licm=True):
         start, end, tiles, first_keys = keys_of(visited, segment)
         row_sum, acc, acc_tail = visit_segment(
@@ -219,7 +220,7 @@ def attend_rows(q, k, v, again, turns, descs, out_ptr, visited, head, scale_log2
         )
         tile += tiles
         out, out_tail = scaled(acc, acc_tail, 1.0 / row_sum, TAIL)
-        # Also rows that do not fit, which are written over later.
+        # Also rows that do not fit, which the same threads write over later.
         store_rows(out_ptr, start - block_start, end - block_start, None, out, out_tail,
                    GROUP, HEADS, HEAD_DIM, MAIN, TAIL)  # fmt: skip
         fits = reference_fits(row_sum, out, out_tail, out_ptr.dtype.element_ty, TAIL)
@@ -241,7 +242,10 @@ def group_rows(GROUP: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def clear_padding(out_ptr, visited, GROUP: gl.constexpr, HEADS: gl.constexpr,
                   HEAD_DIM: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
-    """Zeros into all of the group's rows, unless segments surely cover the block."""
+    """Zeros into all of the group's rows, unless segments surely cover the block.
+
+    Whoever writes them here writes the results over them.
+    """
     cu_seqlens_ptr, tokens, first_segment, last_segment, block_start = visited
     covered_to = block_start
     for segment in range(first_segment, last_segment + 1):
@@ -503,7 +507,7 @@ def store_columns(out_ptr, first, last, wanted, out, FIRST: gl.constexpr, GROUP:
                   HEADS: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
     LAYOUT: gl.constexpr = stored_layout(out.shape[1])
     out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
-    # Numbered in this layout: to bring numbers or masks into it takes as long as the result.
+    # Numbered in this layout: to bring rows or masks into it takes as long as to bring the result.
     row = group_rows(GROUP, LAYOUT)
     mask = (row >= first) & (row < last)
     if wanted is not None:
