@@ -5,9 +5,11 @@
   path, differentiable path).
 - The kernels: `window_kernel` (a whole short segment in one tile), `stream_kernel` (long segments:
   query blocks, and the segments that reach into them), `softmax` (its loop over a segment's keys,
-  block by block), `specialized_kernel` (long images on Hopper GPUs: some warps load, others
-  compute), `rotate_kernel` (rotation as a pass of its own), `tiles` (loading and rotating a tile,
-  which they share).
+  block by block), `rotate_kernel` (rotation as a pass of its own), `tiles` (loading and rotating a
+  tile, which they share).
+- The kernel for long images on Hopper GPUs, where some warps load and others compute:
+  `specialized_kernel`, `specialized_softmax` and `specialized_tiles`, as `stream_kernel`, `softmax`
+  and `tiles` are for others.
 - Launching: `launch` (block sizes, warps, stages, registers, from `launches.json`), `launch_table`
   (what that holds, and how a launch is found in it), `specialized` (when that kernel takes the
   stream kernel's place, and what `fuse="auto"` means), `run`.

@@ -10,7 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as mosaic
 from pallas_kernels.launch import head_split
 from pallas_kernels.sharding import vary_as, varying_axes
 from pallas_kernels.specialized import BLOCK, COLUMN_UNIT, rows_of
-from pallas_kernels.specialized_kernel import GROUPS, KEYS, ROWS, STAGES, specialized_kernel
+from pallas_kernels.specialized_kernel import specialized_kernel
+from pallas_kernels.specialized_tiles import GROUPS, KEYS, ROWS, STAGES
 
 
 def specialized_attention(

@@ -4,8 +4,8 @@ The result is the stream kernel's, of Q and K that were rotated beforehand. Ther
 copies, products and exponentials in turn, and waits for each. Here the GPU's copy engine (TMA)
 fetches tiles of keys for two groups of warps that do nothing but compute, each for rows of its own,
 so that one multiplies while the other takes exponentials. That division of labour is
-FlashAttention-3's (https://arxiv.org/abs/2407.08608); softmax is by one reference a row, as in
-softmax.py.
+FlashAttention-3's (https://arxiv.org/abs/2407.08608); softmax is by one reference a row, see
+specialized_softmax.py.
 
 For Pallas' Mosaic GPU backend: its Triton backend has no groups of warps, and no such copies. Here
 these start at multiples of eight rows, of arrays that have rows by eights, so that a segment's
@@ -15,7 +15,6 @@ nothing.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,63 +23,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
 from pallas_kernels.launch import rotated_row
-from pallas_kernels.softmax import PARTS, reference_fits, reference_of
-from pallas_kernels.specialized import BLOCK, COLUMN_UNIT, ROW_UNIT
+from pallas_kernels.softmax import reference_fits
+from pallas_kernels.specialized import BLOCK, COLUMN_UNIT
+from pallas_kernels.specialized_softmax import pass_turn, take_turn, visit_online, visit_segment
+from pallas_kernels.specialized_tiles import (
+    GROUPS,
+    ROW,
+    ROWS,
+    STAGES,
+    SUMS,
+    Operand,
+    Visited,
+    by_rows,
+    filled,
+    iota,
+    keys_of,
+    load_tile,
+    stage_of,
+    tile_of,
+)
 from pallas_kernels.stream_kernel import last_start_at
-from pallas_kernels.tiles import Ref, Scalar, segment_bounds
+from pallas_kernels.tiles import Ref, Scalar
 
-# Query rows of a group of warps, and groups that compute.
-ROWS = 64
-GROUPS = BLOCK // ROWS
-# Keys of a tile; tiles of K, and of V, that are held at a time: one for each group at least.
-KEYS = 128
-STAGES = 2
-# Keys among which a row finds its reference: the stream kernel's tile, so that both round alike.
-REFERENCE_KEYS = 64
 # Registers of a thread: logits, probabilities and sums fill those of a computing one.
 REGISTERS = 240
 LOADER_REGISTERS = 24
-
-# How a product's sums [ROWS, columns] lie in the registers of a group of warps, and a row's values.
-SUMS = mosaic.Layout.WGMMA
-ROW = SUMS.reduce(1)
-
-
-class Operand(NamedTuple):
-    """Q, K or V: the tiles of one head.
-
-    Attributes:
-        ref: [rows, columns]
-        columns: where in a row each tile starts: of Q and K the main and the tail tile.
-        tiles: in shared memory, each [so many, rows, columns].
-        full: barriers, one for each of so many: has it been loaded?
-        empty: has it been read by all groups? None: it stays.
-    """
-
-    ref: Ref
-    columns: tuple[Scalar, ...]
-    tiles: tuple[Ref, ...]
-    full: Ref
-    empty: Ref | None
-
-
-class Visited(NamedTuple):
-    """The segments that reach into a block of tokens, first_segment to last_segment."""
-
-    cu_seqlens_ref: Ref
-    tokens: int
-    first_segment: Scalar
-    last_segment: Scalar
-    block_start: Scalar
-
-
-class Keys(NamedTuple):
-    """A segment's keys: start to end, in so many tiles, the first of which starts at first."""
-
-    start: Scalar
-    end: Scalar
-    first: Scalar
-    tiles: Scalar
 
 
 def specialized_kernel(
@@ -166,11 +133,6 @@ def rotated_columns(
     return tuple(columns)
 
 
-def stage_of(tile: Scalar) -> Scalar:
-    """Where the tile of a number lies."""
-    return lax.rem(tile, STAGES)
-
-
 def segments_of(
     cu_seqlens_ref: Ref, block_start: Scalar, block_end: Scalar, segments: int, max_seqlen: int
 ) -> tuple[Scalar, Scalar]:
@@ -184,22 +146,6 @@ def segments_of(
         return first, last_start_at(cu_seqlens_ref, block_end - 1, segments)
 
     return lax.cond((start <= block_start) & (block_end <= end), lambda: (guess, guess), search)
-
-
-def keys_of(visited: Visited, segment: Scalar) -> Keys:
-    """A segment's keys; at least one tile is visited for it."""
-    cu_seqlens_ref, tokens, _, _, block_start = visited
-    start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
-    first = lax.div(start, ROW_UNIT) * ROW_UNIT
-    tiles = lax.div(jnp.maximum(end - first, 1) + (KEYS - 1), KEYS)
-    # Otherwise only padding follows it.
-    return Keys(start, end, first, jnp.where(end > block_start, tiles, 1))
-
-
-def tile_of(keys: Keys, i: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-    """The first row of a segment's i-th tile, and from and to which of its rows the segment is."""
-    row = keys.first + i * KEYS
-    return row, keys.start - row, keys.end - row
 
 
 def load_tiles(q: Operand, k: Operand, v: Operand, all_read: Ref, visited: Visited) -> None:
@@ -228,14 +174,6 @@ def load_tiles(q: Operand, k: Operand, v: Operand, all_read: Ref, visited: Visit
         for x in (k, v):
             pl.when(stage < tiles)(functools.partial(mosaic.barrier_wait, x.empty.at[stage]))
     mosaic.barrier_wait(all_read)
-
-
-def load_tile(x: Operand, row: Scalar, index: Scalar, full: Ref) -> None:
-    """Start copying the tiles whose first row is given."""
-    for tile, column in zip(x.tiles, x.columns, strict=True):
-        _, rows, columns = tile.shape
-        place = x.ref.at[pl.ds(row, rows), pl.ds(column, columns)]
-        mosaic.copy_gmem_to_smem(place, tile.at[index], full)
 
 
 def attend_rows(
@@ -288,188 +226,6 @@ def attend_rows(
             again_rows = mosaic.load(misfits_ref.at[group], layout=ROW, optimized=False)
             mask = (token >= keys.start) & (token < keys.end) & (again_rows > 0)
             store_rows(out_tile, mask, divided(row_sum, acc, v_shift, out_tile))
-
-
-def visit_segment(
-    q_tiles: tuple[Ref, ...], k: Operand, v: Operand, turns: Ref | None, p_tile: Ref | None,
-    # number of the segment's first tile
-    tile: Scalar, keys: Keys, scale_log2: float, group: Scalar,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Over a segment's keys, by one reference a row: sums of the probabilities, and of V by these.
-
-    The product of a tile's probabilities and V is computed together with the logits of the next,
-    and groups take turns in computing these: while one does, the other takes exponentials.
-    """
-    width = v.tiles[0].shape[-1]
-
-    def first_logits(logits_ref: Ref) -> jax.Array:
-        key_logits(logits_ref, q_tiles, k, stage_of(tile))
-        return logits_ref[...]
-
-    mosaic.barrier_wait(k.full.at[stage_of(tile)])
-    take_turn(turns, group)
-    logits = pl.run_scoped(first_logits, accumulator(KEYS))
-    pass_turn(turns, group)
-    mosaic.barrier_arrive(k.empty.at[stage_of(tile)])
-    _, low, high = tile_of(keys, 0)
-    logits = masked(logits, low, high)
-    among = masked(logits, low, low + REFERENCE_KEYS)
-    reference = reference_of(jnp.max(among, axis=1), scale_log2) * scale_log2
-
-    def probabilities(logits: jax.Array) -> jax.Array:
-        return jnp.exp2(logits * scale_log2 - by_rows(reference, logits))
-
-    def over_keys(acc_ref: Ref) -> tuple[jax.Array, jax.Array]:
-        def visit(is_whole: bool, i: Scalar, carried: tuple) -> tuple:
-            p, row_sums = carried
-            before, stage = stage_of(tile + i - 1), stage_of(tile + i)
-
-            def next_logits(logits_ref: Ref) -> jax.Array:
-                key_logits(logits_ref, q_tiles, k, stage)
-                mosaic.wgmma_wait(0)
-                pass_turn(turns, group)
-                mosaic.barrier_arrive(k.empty.at[stage])
-                mosaic.barrier_arrive(v.empty.at[before])
-                return logits_ref[...]
-
-            mosaic.barrier_wait(v.full.at[before])
-            take_turn(turns, group)
-            add_values(acc_ref, p, p_tile, v, before)
-            mosaic.barrier_wait(k.full.at[stage])
-            logits = pl.run_scoped(next_logits, accumulator(KEYS))
-            if not is_whole:
-                _, low, high = tile_of(keys, i)
-                logits = masked(logits, low, high)
-            p = probabilities(logits)
-            return p.astype(v.ref.dtype), row_sums + partial_sums(p)
-
-        p = probabilities(logits)
-        carried = p.astype(v.ref.dtype), partial_sums(p)
-        whole = jnp.maximum(lax.div(keys.end - keys.first, KEYS), 1)
-        whole = jnp.minimum(whole, keys.tiles)
-        carried = lax.fori_loop(1, whole, functools.partial(visit, True), carried)
-        p, row_sums = lax.fori_loop(whole, keys.tiles, functools.partial(visit, False), carried)
-        last = stage_of(tile + keys.tiles - 1)
-        mosaic.barrier_wait(v.full.at[last])
-        add_values(acc_ref, p, p_tile, v, last)
-        mosaic.wgmma_wait(0)
-        mosaic.barrier_arrive(v.empty.at[last])
-        return jnp.sum(row_sums, axis=1), acc_ref[...]
-
-    return pl.run_scoped(over_keys, accumulator(width))
-
-
-def take_turn(turns: Ref | None, group: Scalar) -> None:
-    """Wait until the other group's products have ended: with the tile before, or with this one.
-
-    Only where there is a tail, and it is narrow. Products of 128 columns lose by turns.
-    """
-    if turns is not None:
-        mosaic.barrier_wait(turns.at[group])
-
-
-def pass_turn(turns: Ref | None, group: Scalar) -> None:
-    """Let the other group go on."""
-    if turns is not None:
-        mosaic.barrier_arrive(turns.at[GROUPS - 1 - group])
-
-
-def visit_online(
-    q_tiles: tuple[Ref, ...], k: Operand, v: Operand, again: Ref, p_tile: Ref | None,
-    keys: Keys, group: Scalar, scale_log2: float,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The same by online softmax, of tiles that the group loads itself, one after the other."""
-    width = v.tiles[0].shape[-1]
-
-    def visit(i: Scalar, carried: tuple) -> tuple:
-        row_max, row_sum, acc = carried
-        row, low, high = tile_of(keys, i)
-        for x in (k, v):
-            load_tile(x, row, group, again.at[group])
-        mosaic.barrier_wait(again.at[group])
-        # Other segments' rows, as their infinities would meet zeros.
-        clear_rows(v.tiles[0].at[group], low, high)
-
-        def product(logits_ref: Ref) -> jax.Array:
-            key_logits(logits_ref, q_tiles, k, group)
-            return logits_ref[...]
-
-        logits = masked(pl.run_scoped(product, accumulator(KEYS)), low, high)
-        new_max = jnp.maximum(row_max, jnp.max(logits, axis=1))
-        p = jnp.exp2((logits - by_rows(new_max, logits)) * scale_log2)
-        decay = jnp.exp2((row_max - new_max) * scale_log2)
-
-        def values(acc_ref: Ref) -> jax.Array:
-            add_values(acc_ref, p.astype(v.ref.dtype), p_tile, v, group)
-            return acc_ref[...]
-
-        acc = acc * by_rows(decay, acc) + pl.run_scoped(values, accumulator(width))
-        return new_max, row_sum * decay + jnp.sum(p, axis=1), acc
-
-    row_max = filled((ROWS,), -jnp.inf, ROW)
-    row_sum = filled((ROWS,), 0.0, ROW)
-    acc = filled((ROWS, width), 0.0, SUMS)
-    _, row_sum, acc = lax.fori_loop(0, keys.tiles, visit, (row_max, row_sum, acc))
-    return row_sum, acc
-
-
-def clear_rows(tile: Ref, low: Scalar, high: Scalar) -> None:
-    """Zeros into a tile's rows before `low` and from `high` on."""
-    row = iota(tile.shape, 0, SUMS)
-    x = tile[...]
-    tile[...] = jnp.where((row >= low) & (row < high), x, jnp.zeros_like(x))
-    mosaic.commit_smem()
-
-
-def key_logits(acc_ref: Ref, q_tiles: tuple[Ref, ...], k: Operand, index: Scalar) -> None:
-    """Start computing the logits [ROWS, KEYS] of a tile of keys, not scaled."""
-    for q_tile, k_tile in zip(q_tiles, k.tiles, strict=True):
-        mosaic.wgmma(acc_ref, q_tile, k_tile.at[index].transpose((1, 0)))
-
-
-def add_values(acc_ref: Ref, p: jax.Array, p_tile: Ref | None, v: Operand, index: Scalar) -> None:
-    """Start adding the product of p [ROWS, KEYS] and a tile of V."""
-    if p_tile is not None:
-        p_tile[...] = p
-        p = p_tile
-    mosaic.wgmma(acc_ref, p, v.tiles[0].at[index])
-
-
-def accumulator(columns: int) -> Any:
-    """Sums of a product, 0 at first.
-
-    To be made behind the last barrier before the product, which then needs no zeros in registers.
-    """
-    return mosaic.ACC((ROWS, columns), jnp.float32)
-
-
-def filled(
-    shape: tuple[int, ...], value: float, layout: Any, dtype: jax.typing.DTypeLike = jnp.float32
-) -> jax.Array:
-    """The same number everywhere."""
-    return mosaic.layout_cast(jnp.full(shape, value, dtype), layout)
-
-
-def iota(shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
-    """Numbers along an axis."""
-    return mosaic.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
-
-
-def by_rows(x: jax.Array, like: jax.Array) -> jax.Array:
-    """A value for each row, for all its columns."""
-    return lax.broadcast_in_dim(x, like.shape, (0,))
-
-
-def masked(logits: jax.Array, low: Scalar, high: Scalar) -> jax.Array:
-    """-inf for the keys before `low` and from `high` on."""
-    column = iota(logits.shape, 1, SUMS)
-    return jnp.where((column >= low) & (column < high), logits, -jnp.inf)
-
-
-def partial_sums(p: jax.Array) -> jax.Array:
-    """Sums of a row [ROWS, PARTS] that take no exchange between threads, see softmax.py."""
-    parts = (p[:, first : first + PARTS] for first in range(0, p.shape[1], PARTS))
-    return functools.reduce(jnp.add, parts)
 
 
 def divided(row_sum: jax.Array, acc: jax.Array, v_shift: Scalar | None, out_tile: Ref) -> jax.Array:

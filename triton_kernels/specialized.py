@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from triton_kernels.calls import TensorForm
 
 try:
-    from triton_kernels.specialized_kernel import GROUPS, KEYS, ROWS, STAGES, specialized_kernel
+    from triton_kernels.specialized_kernel import specialized_kernel
+    from triton_kernels.specialized_tiles import GROUPS, KEYS, ROWS, STAGES
 
     LAUNCH = Launch(
         block=(ROWS * GROUPS).value, block_k=KEYS.value, num_warps=4, num_stages=STAGES.value
