@@ -11,6 +11,7 @@ from pallas_kernels.launch import head_split
 from pallas_kernels.sharding import vary_as, varying_axes
 from pallas_kernels.specialized import BLOCK, COLUMN_UNIT, rows_of
 from pallas_kernels.specialized_kernel import specialized_kernel
+from pallas_kernels.specialized_softmax import takes_turns
 from pallas_kernels.specialized_tiles import GROUPS, KEYS, ROWS, STAGES
 
 
@@ -46,7 +47,7 @@ def specialized_attention(
         v, parts = jnp.pad(v[:, v_part], ((0, rows - tokens), (0, 0), (0, 0))), (q_part, k_part, 0)
     split = [columns for columns in head_split(head_dim) if columns > 0]
     copies = len(split)
-    takes_turns = copies > 1 and split[1] < split[0]
+    have_turns = takes_turns(*head_split(head_dim))
     width = pl.cdiv(head_dim, COLUMN_UNIT) * COLUMN_UNIT
     # Mosaic lays out a tile of columns by sixteens by eight rows, which have to divide the tokens.
     piece = head_dim if rows == tokens else COLUMN_UNIT // 2
@@ -76,7 +77,7 @@ def specialized_attention(
             mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
             mosaic.Barrier(num_arrivals=GROUPS),
             mosaic.Barrier(num_arrivals=copies + 1, num_barriers=GROUPS),
-            mosaic.Barrier(num_arrivals=1, num_barriers=GROUPS) if takes_turns else None,
+            mosaic.Barrier(num_arrivals=1, num_barriers=GROUPS) if have_turns else None,
             # The interpreter multiplies by nothing but shared memory.
             shared((GROUPS, ROWS, KEYS)) if interpret else None,
         ),

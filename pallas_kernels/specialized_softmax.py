@@ -103,11 +103,13 @@ def visit_segment(
     return pl.run_scoped(over_keys, accumulator(width))
 
 
-def take_turn(turns: Ref | None, group: Scalar) -> None:
-    """Wait until the other group's products have ended: with the tile before, or with this one.
+def takes_turns(main: int, tail: int) -> bool:
+    """Whether groups do: where there is a tail, and it is narrow. Products of 128 columns lose."""
+    return 0 < tail < main
 
-    Only where there is a tail, and it is narrow. Products of 128 columns lose by turns.
-    """
+
+def take_turn(turns: Ref | None, group: Scalar) -> None:
+    """Wait until the other group's products have ended: with the tile before, or with this one."""
     if turns is not None:
         mosaic.barrier_wait(turns.at[group])
 

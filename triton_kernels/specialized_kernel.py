@@ -196,7 +196,8 @@ def clear_padding(out_ptr, visited, GROUP: gl.constexpr, HEADS: gl.constexpr,
                   HEAD_DIM: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """Zeros into all of the group's rows, unless segments surely cover the block.
 
-    Whoever writes them here writes the results over them.
+    The threads that write them write the results over them. This may be before the rotation has
+    ended, which does not read here.
     """
     cu_seqlens_ptr, tokens, first_segment, last_segment, block_start = visited
     covered_to = block_start

@@ -80,20 +80,23 @@ def visit_segment(q, k, v, turns, tile, tiles, first_keys, keys, scale_log2,
     return gl.sum(row_sums, 1), acc, acc_tail
 
 
+@gluon.constexpr_function
+def takes_turns(main, tail):
+    """Whether groups do: where there is a tail, and it is narrow. Products of 128 columns lose."""
+    return 0 < tail < main
+
+
 @gluon.jit
 def take_turn(turns, tile, GROUP: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):
-    """Wait until the other group's products have ended: with the tile before, or with this one.
-
-    Only where there is a tail, and it is narrow. Products of 128 columns lose by turns.
-    """
-    if TAIL > 0 and TAIL < MAIN:
+    """Wait until the other group's products have ended: with the tile before, or with this one."""
+    if takes_turns(MAIN, TAIL):
         mbarrier.wait(turns.index(GROUP), tile & 1 ^ (1 - GROUP))
 
 
 @gluon.jit
 def pass_turn(turns, GROUP: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):
     """Let the other group go on."""
-    if TAIL > 0 and TAIL < MAIN:
+    if takes_turns(MAIN, TAIL):
         mbarrier.arrive(turns.index(1 - GROUP), count=1)
 
 
