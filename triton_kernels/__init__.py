@@ -15,9 +15,10 @@
   stream kernel's place, and what `fuse="auto"` means), `run`.
 
 Only here, not in its twin `pallas_kernels`: `operators` registers with `torch.library`, `dispatch`
-says when a call need not go through it, `calls` remembers what is launched for a call,
-`descriptors` describes tensors to the copy engine, and `rotate_in_order` and its kernel rotate in
-front of a library's attention. `integrations` is for Hugging Face's models.
+says when a call need not go through it, `calls` says what is launched for a call, `launches`
+launches it, and remembers it for calls like it, `descriptors` describes tensors to the copy engine,
+and `rotate_in_order` and its kernel rotate in front of a library's attention. `integrations` is for
+Hugging Face's models.
 """
 
 try:

@@ -5,12 +5,21 @@ import functools
 import torch
 import triton
 
-from triton_kernels.calls import Rotation, are_aligned, plan
-from triton_kernels.checks import MAX_TOKENS, Form, check_arguments, form_of
+from triton_kernels.calls import are_aligned, plan
+from triton_kernels.checks import MAX_TOKENS, check_arguments, form_of
 from triton_kernels.dispatch import goes_unseen
 from triton_kernels.launch import launch_source
+from triton_kernels.launches import (
+    Key,
+    Options,
+    Tensors,
+    is_behind,
+    key_of,
+    launch_again,
+    launch_plan,
+    remember,
+)
 from triton_kernels.reference import rope_attention_reference
-from triton_kernels.run import run
 from triton_kernels.specialized import auto_fuse
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -67,15 +76,8 @@ def fused_rope_attention(
     Differentiable in q, k, v, cos and sin in reverse mode, repeatedly: the backward pass runs
     through the reference.
     """
-    form = check_arguments(
-        (q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
-    )
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = _bound(max_seqlen), scale, fuse, implementation
-    if form is not None and goes_unseen((q, k, v, cos, sin)):
-        return attend(q, k, v, cos, sin, cu_seqlens, *options, form)
-    varlen = torch.ops.fused_rope_attention.varlen.default
-    return varlen(q, k, v, cos, sin, cu_seqlens, *options)
+    options = max_seqlen, scale, fuse, implementation
+    return _call((q, k, v, cos, sin, cu_seqlens), ("q", "k", "v"), options)
 
 
 def fused_rope_attention_qkvpacked(
@@ -94,15 +96,35 @@ def fused_rope_attention_qkvpacked(
     That is what a QKV projection writes; it is neither split nor copied. Everything else is as in
     fused_rope_attention.
     """
-    form = check_arguments(
-        (qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
-    )
-    scale = qkv.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = _bound(max_seqlen), scale, fuse, implementation
-    if form is not None and goes_unseen((qkv, cos, sin)):
-        return attend(*qkv.unbind(1), cos, sin, cu_seqlens, *options, form)
-    qkvpacked = torch.ops.fused_rope_attention.qkvpacked.default
-    return qkvpacked(qkv, cos, sin, cu_seqlens, *options)
+    options = max_seqlen, scale, fuse, implementation
+    return _call((qkv, cos, sin, cu_seqlens), ("qkv",), options)
+
+
+def _call(tensors: Tensors, names: tuple[str, ...], options: Options) -> torch.Tensor:
+    """What both functions do.
+
+    Args:
+        tensors: (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
+        names: of the first ones.
+        options: max_seqlen, scale, fuse and implementation.
+    """
+    key = key_of(tensors, options)
+    if key is not None and not goes_unseen(tensors[:-1]):
+        key = None
+    if key is not None and (out := launch_again(key, tensors)) is not None:
+        return out
+    *qkv, cos, sin, cu_seqlens = tensors
+    check_arguments(qkv, names, cos, sin, cu_seqlens, *options)
+    max_seqlen, scale, *others = options
+    scale = qkv[0].shape[-1] ** -0.5 if scale is None else float(scale)
+    options = _bound(max_seqlen), scale, *others
+    packed = len(qkv) == 1
+    if key is not None:
+        q, k, v = qkv[0].unbind(1) if packed else qkv
+        return attend(q, k, v, cos, sin, cu_seqlens, *options, key)
+    operators = torch.ops.fused_rope_attention
+    operator = operators.qkvpacked if packed else operators.varlen
+    return operator.default(*tensors, *options)
 
 
 def _bound(max_seqlen: int | None) -> int | None:
@@ -144,11 +166,11 @@ def attend(
     scale: float,
     fuse: str,
     implementation: str,
-    form: Form | None = None,
+    key: Key | None = None,
 ) -> torch.Tensor:
     """The computation behind the registered operators; the arguments are checked.
 
-    form is that of all tensors as the caller of a public function passed them, where it is known.
+    key: of the public function's call that this is, if that may be looked up later.
     """
     kernel = runs_kernel(q.device, implementation)
     if q.numel() == 0 or cu_seqlens.shape[0] == 1:
@@ -166,42 +188,13 @@ def attend(
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         options = max_seqlen, scale, fuse, implementation
         with torch.cuda.device(q.device):
-            return attend(q, k, v, cos, sin, cu_seqlens, *options, form)
-    if form is None:
-        form = form_of((q, k, v, cos, sin, cu_seqlens))
-    at_once = fuse == "none" and _is_behind(k, q)
+            return attend(q, k, v, cos, sin, cu_seqlens, *options, key)
+    form = form_of((q, k, v, cos, sin, cu_seqlens))
+    at_once = fuse == "none" and is_behind(k, q)
     # PyTorch's own memory is aligned, and how cu_seqlens lies makes no difference.
     aligned = are_aligned(q, k, v, cos, sin)
-    rotations, attention = plan(form, aligned, source, max_seqlen, scale, fuse, at_once)
-    if at_once:
-        q, k = _rotate(rotations[0], q, cos, sin)
-    else:
-        if fuse == "none":
-            [q] = _rotate(rotations[0], q, cos, sin)
-        if fuse != "qk":
-            [k] = _rotate(rotations[-1], k, cos, sin)
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    if attention.tiles:
-        run(attention, (out, cu_seqlens), (q, k, v))
-    else:
-        run(attention, (q, k, v, out, cos, sin, cu_seqlens))
+    found = plan(form, aligned, source, max_seqlen, scale, fuse, at_once)
+    out = launch_plan(found, q, k, v, cos, sin, cu_seqlens)
+    if key is not None and aligned:
+        remember(key, found)
     return out
-
-
-def _is_behind(k: torch.Tensor, q: torch.Tensor) -> bool:
-    """Whether K's heads lie behind Q's, as in a packed projection: as if q had twice as many."""
-    return (
-        k.data_ptr() - q.data_ptr() == q.shape[1] * q.stride(1) * q.itemsize
-        and k.stride() == q.stride()
-        # One token's may lie so by chance, and Triton's interpreter moves a GPU's storages apart.
-        and k.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
-    )
-
-
-def _rotate(
-    rotation: Rotation, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """The parts of which x [tokens, heads, head_dim] is the first, rotated: [tokens, row] each."""
-    out = torch.empty(rotation.shape, dtype=x.dtype, device=x.device)
-    run(rotation.call, (x, out, cos, sin))
-    return out.unbind(1)

@@ -51,9 +51,16 @@ def are_aligned(*tensors: torch.Tensor) -> bool:
 
 
 class Rotation(NamedTuple):
-    """A rotation beforehand, and the shape of what it writes: [tokens, parts, row]."""
+    """A rotation beforehand.
+
+    Attributes:
+        call: the launch, on the tensor that is rotated, what it writes, cos and sin.
+        first: 0 if Q is rotated, 1 if K.
+        shape: of what it writes, [tokens, parts, row]; two parts are Q and K at once.
+    """
 
     call: Call
+    first: int
     shape: tuple[int, int, int]
 
 
@@ -62,7 +69,8 @@ class Plan(NamedTuple):
 
     Attributes:
         rotations: of Q and K at once, of each, of K alone, or none.
-        attention: what reads their results.
+        attention: what reads their results, on (q, k, v, out, cos, sin, cu_seqlens) or, if it has
+            tiles, which are of (q, k, v), on (out, cu_seqlens).
     """
 
     rotations: tuple[Rotation, ...]
@@ -92,18 +100,18 @@ def plan(
     q, k, v = qkv if len(qkv) == 3 else [_part(qkv[0])] * 3
     rotations = []
 
-    def rotated(x: TensorForm, parts: int) -> TensorForm:
-        rotations.append(_rotation(x, cos, at_16, source, parts))
+    def rotated(x: TensorForm, first: int, parts: int) -> TensorForm:
+        rotations.append(_rotation(x, cos, at_16, source, first, parts))
         tokens, _, row = rotations[-1].shape
         return x._replace(shape=torch.Size((tokens, row)), strides=(parts * row, 1))
 
     if at_once:
-        q = k = rotated(q, 2)
+        q = k = rotated(q, 0, 2)
     else:
         if fuse == "none":
-            q = rotated(q, 1)
+            q = rotated(q, 0, 1)
         if fuse != "qk":
-            k = rotated(k, 1)
+            k = rotated(k, 1, 1)
     read = q, k, v, cos, sin, cu_seqlens
     return Plan(tuple(rotations), attention_call(read, at_16, source, max_seqlen, scale, fuse))
 
@@ -115,7 +123,7 @@ def _part(qkv: TensorForm) -> TensorForm:
 
 
 def _rotation(
-    x: TensorForm, cos: TensorForm, at_16: bool, source: LaunchSource, parts: int
+    x: TensorForm, cos: TensorForm, at_16: bool, source: LaunchSource, first: int, parts: int
 ) -> Rotation:
     """Rotation beforehand of so many of Q and K, of which x is the first."""
     tokens, heads, head_dim = x.shape
@@ -131,7 +139,7 @@ def _rotation(
     )  # fmt: skip
     numbers = tokens, *strides
     call = make_call(rotate_kernel, programs, launch, numbers, constants, x, aligned)
-    return Rotation(call, (tokens, parts, row))
+    return Rotation(call, first, (tokens, parts, row))
 
 
 def attention_call(

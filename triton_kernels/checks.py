@@ -1,5 +1,6 @@
 """What the public functions accept, said in one place, and said clearly when it is not met."""
 
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -21,10 +22,6 @@ SCALES = (2.0**-100, 2.0**100)
 
 # What a call looks at of each plain tensor: dtype, device, shape and strides.
 Form = tuple[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]], ...]
-
-# Forms that passed: checking again would cost each call 5 microseconds.
-_passed: set[Form] = set()
-MAX_PASSED = 4096
 
 
 def form_of(tensors: tuple[torch.Tensor, ...]) -> Form:
@@ -66,7 +63,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int | No
 
 
 def check_arguments(
-    tensors: tuple[torch.Tensor, ...],
+    tensors: Sequence[torch.Tensor],
     names: tuple[str, ...],
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -75,12 +72,11 @@ def check_arguments(
     scale: float | None,
     fuse: str,
     implementation: str,
-) -> Form | None:
+) -> None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
 
     tensors are (q, k, v), or (qkv,) alone. A tensor with a forward-mode derivative raises
-    NotImplementedError. Returns the form of (*tensors, cos, sin, cu_seqlens); None where one of
-    them is not a plain tensor, or shapes may be symbols.
+    NotImplementedError.
     """
     # int comes first: asking the abstract class takes longer.
     ints = (int, torch.SymInt, Integral)
@@ -95,28 +91,17 @@ def check_arguments(
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-    everything = (*tensors, cos, sin, cu_seqlens)
-    form = None
-    # In a trace shapes may be symbols.
-    if not torch.compiler.is_compiling() and {type(x) for x in everything} == {torch.Tensor}:
-        form = form_of(everything)
-    if form is None or form not in _passed:
-        _check_tensors(tensors, names, cos, sin, cu_seqlens)
-        if form is not None:
-            if len(_passed) == MAX_PASSED:
-                _passed.clear()
-            _passed.add(form)
+    _check_tensors(tensors, names, cos, sin, cu_seqlens)
     # PyTorch drops the tangents of an operator that has no forward mode, in silence.
     dual_level = forward_ad._current_level >= 0
-    if dual_level and any(map(_has_tangent, (*everything, scale))):
+    if dual_level and any(map(_has_tangent, (*tensors, cos, sin, cu_seqlens, scale))):
         raise NotImplementedError(
             "forward-mode differentiation is not supported, use reverse mode (backward, grad)"
         )
-    return form
 
 
 def _check_tensors(
-    tensors: tuple[torch.Tensor, ...],
+    tensors: Sequence[torch.Tensor],
     names: tuple[str, ...],
     cos: torch.Tensor,
     sin: torch.Tensor,

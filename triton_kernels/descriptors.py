@@ -14,6 +14,16 @@ except ImportError:  # experimental as Gluon is, versions to come may have it el
 _STRIDE_LIMIT = 2**40
 
 
+class Address(NamedTuple):
+    """What stands for a tensor in a descriptor."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        """As of a tensor."""
+        return self.address
+
+
 class Tile(NamedTuple):
     """A descriptor, but for the tensor's address.
 
@@ -30,11 +40,11 @@ class Tile(NamedTuple):
     block: list[int]
     layout: "gl.NVMMASharedLayout"
 
-    def of(self, tensors: tuple[torch.Tensor, ...]) -> "TensorDescriptor":
-        """The descriptor for the tensors of one call."""
+    def of(self, base: torch.Tensor | Address) -> "TensorDescriptor":
+        """The descriptor for the tensor of one call."""
         # Its constructor takes microseconds to check what these are known to fulfil.
         descriptor = object.__new__(TensorDescriptor)
-        descriptor.base = tensors[self.tensor]
+        descriptor.base = base
         descriptor.shape, descriptor.strides = self.shape, self.strides
         descriptor.block_shape, descriptor.layout = self.block, self.layout
         return descriptor

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch._C import _dispatch_tls_local_include_set, _is_torch_function_mode_enabled
+from torch.autograd import _profiler_enabled, forward_ad
 
 
 def _added_keys() -> int:
     """The dispatch keys that this thread adds to those of an operator's arguments, as bits."""
-    return torch._C._dispatch_tls_local_include_set().raw_repr()
+    return _dispatch_tls_local_include_set().raw_repr()
 
 
 # Without any mode, trace or transform: asked on another thread, as this one may be in one of them.
@@ -22,14 +24,14 @@ def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
     That is so where no derivative is to be recorded, nothing observes operators (no trace,
     transform, mode or profiler), and memory holds the tensors' values, as it does not on "meta" or
     behind a lazy negation. Then the function behind the operator may be called directly. A call
-    that a compiler traces, or that has a subclass among its tensors, is none to ask about:
-    `check_arguments` knows no form of it.
+    that a compiler traces, or that has a subclass among its tensors, is none to ask about, see
+    `key_of`.
     """
-    if torch.autograd._profiler_enabled():
-        return False
-    if torch._C._is_torch_function_mode_enabled():
+    if _profiler_enabled() or _is_torch_function_mode_enabled():
         return False
     if _added_keys() & ~_ALWAYS_ADDED:
+        return False
+    if forward_ad._current_level >= 0:
         return False
     recording = torch.is_grad_enabled()
     for x in tensors:

@@ -74,6 +74,11 @@ class LaunchSource(NamedTuple):
     specialized: bool
 
 
+def launch_settings() -> tuple[Table, bool]:
+    """The table in use, and whether the specialised kernel may be launched."""
+    return _table.get(), _specialized.get()
+
+
 def launch_source(index: int | None) -> LaunchSource:
     """The table in use, for a CUDA device by its index; None is a CPU."""
     return LaunchSource(_table.get(), gpu(index), _specialized.get())

@@ -1,6 +1,7 @@
 """Launching a kernel without Triton's slow look at every argument of every call."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from triton_kernels.descriptors import Tile
+from triton_kernels.descriptors import Address, Tile
 from triton_kernels.launch_table import Launch
 
 
@@ -69,38 +70,48 @@ def binary_of(
 
 
 def run(
-    call: Call, tensors: tuple[torch.Tensor, ...], described: tuple[torch.Tensor, ...] = ()
+    call: Call, tensors: Sequence[torch.Tensor], described: Sequence[torch.Tensor] = ()
 ) -> None:
     """Launch a call on its tensors, which are on the current device.
 
     described: the tensors of its tiles.
     """
-    descriptors = [tile.of(described) for tile in call.tiles]
-    binary = call.binary
-    compiled = None if binary is None else binary.compiled
-    if compiled is not None and not _hooked():
-        stream = driver.active.get_current_stream(call.device)
-        hooks = (None, None, None)  # gathering what they would be told takes Triton microseconds
-        # Addresses, as for a tensor Triton would ask the driver whose memory it is.
-        compiled.run(
-            call.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks,
-            *descriptors, *[x.data_ptr() for x in tensors], *call.numbers, *call.constants,
-        )  # fmt: skip
+    if launch(call, [x.data_ptr() for x in tensors], [x.data_ptr() for x in described]):
         return
-    launch = call.launch
+    options = call.launch
     compiled = call.kernel[(call.programs,)](
-        *descriptors,
+        *[tile.of(described[tile.tensor]) for tile in call.tiles],
         *tensors,
         *call.numbers,
         *call.constants,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        maxnreg=launch.maxnreg,
+        num_warps=options.num_warps,
+        num_stages=options.num_stages,
+        maxnreg=options.maxnreg,
         enable_fp_fusion=True,
         launch_pdl=call.overlap,
     )
-    if binary is not None and isinstance(compiled, CompiledKernel):  # the interpreter returns none
-        binary.compiled = compiled
+    # The interpreter returns none.
+    if call.binary is not None and isinstance(compiled, CompiledKernel):
+        call.binary.compiled = compiled
+
+
+def launch(call: Call, addresses: Sequence[int], described: Sequence[int] = ()) -> bool:
+    """Launch a call whose binary is known on the addresses of its tensors, and of its tiles'.
+
+    Whether it is known, and was launched.
+    """
+    compiled = None if call.binary is None else call.binary.compiled
+    if compiled is None or _hooked():
+        return False
+    descriptors = [tile.of(Address(described[tile.tensor])) for tile in call.tiles]
+    stream = driver.active.get_current_stream(call.device)
+    hooks = (None, None, None)  # gathering what they would be told takes Triton microseconds
+    # Addresses, as for a tensor Triton would ask the driver whose memory it is.
+    compiled.run(
+        call.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks,
+        *descriptors, *addresses, *call.numbers, *call.constants,
+    )  # fmt: skip
+    return True
 
 
 def _hooked() -> bool:

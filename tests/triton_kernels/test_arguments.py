@@ -9,8 +9,7 @@ import torch
 import triton_kernels
 from tests.kernel_argument_contract import CASE, ArgumentContract
 from tests.kernel_cases import make_case
-from tests.triton_kernels.adapter import TorchAdapter, public_function, to_torch
-from triton_kernels import checks
+from tests.triton_kernels.adapter import TorchAdapter, to_torch
 
 
 class TestKernel(TorchAdapter, ArgumentContract):
@@ -121,18 +120,6 @@ def test_what_passed_before_lets_no_other_argument_pass(name, kind):
     for _ in range(2):  # nor does what failed
         with pytest.raises((TypeError, ValueError)):
             attend(**{name: wrong[kind]()})
-
-
-def test_forms_are_remembered_however_many_there_were(monkeypatch):
-    monkeypatch.setattr(checks, "MAX_PASSED", 3)
-    monkeypatch.setattr(checks, "_passed", set())
-    *tensors, cu_seqlens = map(to_torch, CASE.separate)
-    for tokens in range(1, 6):
-        arguments = (*(x[:tokens] for x in tensors), cu_seqlens)
-        public_function(False)(*arguments, max_seqlen=8)
-        form = checks.form_of(arguments)
-        assert form in checks._passed
-        assert len(checks._passed) <= 3
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])

@@ -17,7 +17,7 @@ from tests.triton_kernels.adapter import (
     to_numpy,
     to_torch,
 )
-from triton_kernels.attention import _is_behind
+from triton_kernels.launches import is_behind
 
 
 @hostile_cu_seqlens(
@@ -65,10 +65,10 @@ def test_storages_that_lie_one_behind_the_other_by_chance_are_told_apart():
     """As those of one token may on a GPU; Triton's interpreter would read past its copy of Q."""
     memory = np.zeros((2, 1, 4, 16), dtype=np.float32)
     q, k = torch.from_numpy(memory).unbind()
-    assert _is_behind(k, q)
+    assert is_behind(k, q)
     q, k = (torch.from_numpy(x) for x in memory)
     assert k.data_ptr() - q.data_ptr() == q.nbytes
-    assert not _is_behind(k, q)
+    assert not is_behind(k, q)
 
 
 @pytest.mark.parametrize("length", [17, 40])

@@ -11,8 +11,8 @@ import triton_kernels
 from tests.kernel_cases import assert_accurate, make_case, relative_rms
 from tests.kernel_contract import KernelContract
 from tests.kernel_stress_contract import StressContract
-from tests.triton_kernels.adapter import TorchAdapter
-from triton_kernels import attention, calls, specialized
+from tests.triton_kernels.adapter import TorchAdapter, forget_launches
+from triton_kernels import attention, calls, launches, specialized
 from triton_kernels.checks import form_of
 from triton_kernels.descriptors import can_describe
 from triton_kernels.launch import LaunchSource, launch_source, launching_by
@@ -71,12 +71,12 @@ def test_others_do_not(on_hopper, changes):
 def test_a_bound_of_numpy_s_is_launched_as_a_number(on_hopper, monkeypatch, longest):
     """And so is a number after it, whose plan is the same."""
     launched = []
-    monkeypatch.setattr(attention, "run", lambda call, *_: launched.append(call))
+    monkeypatch.setattr(launches, "run", lambda call, *_: launched.append(call))
     monkeypatch.setattr(attention, "launch_source", lambda _: hopper())
     monkeypatch.setattr(attention, "INTERPRETED", True)
     # In its key the kernel would look for functions that it calls, which are interpreted here.
     monkeypatch.setattr(calls, "binary_of", lambda *_: None)
-    calls.plan.cache_clear()
+    forget_launches()
     angles = torch.empty(9216, 40)
     cu_seqlens = torch.tensor([0, 9216], dtype=torch.int32)
     qkv = torch.empty(9216, 3, 16, 80, dtype=torch.bfloat16)
@@ -84,7 +84,7 @@ def test_a_bound_of_numpy_s_is_launched_as_a_number(on_hopper, monkeypatch, long
         triton_kernels.fused_rope_attention_qkvpacked(
             qkv, angles, angles, cu_seqlens, max_seqlen=bound, implementation="triton"
         )
-    calls.plan.cache_clear()
+    forget_launches()
     attentions = [call for call in launched if call.kernel is specialized.specialized_kernel]
     assert len(attentions) == 2
     assert {type(x) for call in attentions for x in call.numbers} == {int, float}
@@ -102,9 +102,9 @@ def test_it_starts_while_the_rotation_ends(
     angles, cu_seqlens = torch.empty(tokens, 40), torch.empty(2, dtype=torch.int32)
     qkv = torch.empty(tokens, 3, 16, 80, dtype=torch.bfloat16)
     form = form_of((qkv, angles, angles, cu_seqlens))
-    calls.plan.cache_clear()
+    forget_launches()
     [rotation], attending = calls.plan(form, True, hopper(gpu), max_seqlen, 0.1, "none", True)
-    calls.plan.cache_clear()
+    forget_launches()
     assert attending.overlap == overlap
     assert not rotation.call.overlap  # what is in front of it is not known
     assert (attending.kernel is specialized.specialized_kernel) == overlap
@@ -159,9 +159,9 @@ class Forced(TorchAdapter):
             return dtype != torch.float32 and head_dim <= 128
 
         monkeypatch.setattr(calls, "is_specialized", can_be)
-        calls.plan.cache_clear()
+        forget_launches()
         yield
-        calls.plan.cache_clear()
+        forget_launches()
 
 
 @pytest.mark.gpu
@@ -190,6 +190,6 @@ class TestKernel(Forced, KernelContract, StressContract):
         monkeypatch.setattr(
             calls, "make_call", lambda kernel, *rest: launched.append(kernel) or run(kernel, *rest)
         )
-        calls.plan.cache_clear()
+        forget_launches()
         self.attention(make_case((300,), head_dim=80), max_seqlen=1024, fuse="none")
         assert specialized.specialized_kernel in launched
