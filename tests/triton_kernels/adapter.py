@@ -53,7 +53,8 @@ class TorchAdapter:
     def attention(self, case, packed=False, alike=False, **options):
         """A call with NaN around every input, and in and around every result beforehand.
 
-        On a GPU two, as what the first launched is looked up for the second.
+        On a GPU two, as what the first launched is looked up for the second. Where cu_seqlens
+        decreases, programs write the same rows, and they need not come out alike.
 
         alike: programs of one computation are to round alike, which these always do.
         """
@@ -68,8 +69,8 @@ class TorchAdapter:
                 )
                 for _ in range(2 if DEVICE == "cuda" else 1)
             ]
-        out = outs[0]
-        assert same_bits(out, outs[-1])
+        out = outs[-1]
+        assert same_bits(outs[0], out) or (np.diff(case.cu_seqlens) < 0).any()
         for before, (_, buffer) in zip(held, inputs, strict=True):
             assert same_bits(before, buffer)
         assert all(map(intact, results))

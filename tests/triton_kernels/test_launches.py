@@ -13,6 +13,8 @@ from triton_kernels.run import Binary
 HEADS, HEAD_DIM = 4, 80
 # Windows in one tile; the stream kernel; warps that specialise, as on a Hopper GPU.
 LENGTHS = {"windows": 64, "stream": 256, "specialised": 1024}
+# How many addresses a kernel takes, in front of its numbers.
+ADDRESSES = {"window_kernel": 7, "stream_kernel": 7, "specialized_kernel": 2, "rotate_kernel": 4}
 
 
 class Launched:
@@ -30,7 +32,8 @@ class Launched:
             (x.base.data_ptr(), x.shape, x.strides) for x in rest[3:] if hasattr(x, "base")
         ]
         others = [x for x in rest[3:] if not hasattr(x, "base")]
-        self.record.append((self.kernel, programs, described, others))
+        count = ADDRESSES[self.kernel]
+        self.record.append((self.kernel, programs, described, others[:count], others[count:]))
 
 
 class Driver:
@@ -84,13 +87,12 @@ def named(launched, tensors):
     if len(tensors) == 4:
         names |= {x.data_ptr(): f"part {i}" for i, x in enumerate(tensors[0].unbind(1))}
 
-    def name(x):
-        large = isinstance(x, int) and x > 2**32
-        return names.setdefault(x, f"new {len(names)}") if large else x
+    def name(address):
+        return names.setdefault(address, f"new {len(names)}")
 
     return [
-        (kernel, programs, [(name(x), *form) for x, *form in described], list(map(name, others)))
-        for kernel, programs, described, others in launched
+        (kernel, programs, [(name(x), *form) for x, *form in described], list(map(name, at)), rest)
+        for kernel, programs, described, at, rest in launched
     ]
 
 
