@@ -55,8 +55,8 @@ class Rotation(NamedTuple):
 
     Attributes:
         call: the launch, on the tensor that is rotated, what it writes, cos and sin.
-        first: 0 if Q is rotated, 1 if K.
-        shape: of what it writes, [tokens, parts, row]; two parts are Q and K at once.
+        first: the place in (q, k) of what is rotated, or of the first of both.
+        shape: of what it writes, [tokens, parts, row], parts being one of Q and K, or both.
     """
 
     call: Call
