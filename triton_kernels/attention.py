@@ -5,8 +5,8 @@ import functools
 import torch
 import triton
 
-from triton_kernels.calls import are_aligned, plan
-from triton_kernels.checks import MAX_TOKENS, check_arguments, form_of
+from triton_kernels.calls import are_aligned, form_of, plan
+from triton_kernels.checks import MAX_TOKENS, check_arguments
 from triton_kernels.dispatch import goes_unseen
 from triton_kernels.launch import launch_source
 from triton_kernels.launches import (
@@ -108,9 +108,8 @@ def _call(tensors: Tensors, names: tuple[str, ...], options: Options) -> torch.T
         names: of the first ones.
         options: max_seqlen, scale, fuse and implementation.
     """
-    key = key_of(tensors, options)
-    if key is not None and not goes_unseen(tensors[:-1]):
-        key = None
+    unseen = goes_unseen(tensors)
+    key = key_of(tensors, options) if unseen else None
     if key is not None and (out := launch_again(key, tensors)) is not None:
         return out
     *qkv, cos, sin, cu_seqlens = tensors
@@ -119,7 +118,7 @@ def _call(tensors: Tensors, names: tuple[str, ...], options: Options) -> torch.T
     scale = qkv[0].shape[-1] ** -0.5 if scale is None else float(scale)
     options = _bound(max_seqlen), scale, *others
     packed = len(qkv) == 1
-    if key is not None:
+    if unseen:
         q, k, v = qkv[0].unbind(1) if packed else qkv
         return attend(q, k, v, cos, sin, cu_seqlens, *options, key)
     operators = torch.ops.fused_rope_attention
@@ -189,12 +188,12 @@ def attend(
         options = max_seqlen, scale, fuse, implementation
         with torch.cuda.device(q.device):
             return attend(q, k, v, cos, sin, cu_seqlens, *options, key)
-    form = form_of((q, k, v, cos, sin, cu_seqlens))
+    tensors = q, k, v, cos, sin, cu_seqlens
     at_once = fuse == "none" and is_behind(k, q)
     # PyTorch's own memory is aligned, and how cu_seqlens lies makes no difference.
     aligned = are_aligned(q, k, v, cos, sin)
-    found = plan(form, aligned, source, max_seqlen, scale, fuse, at_once)
-    out = launch_plan(found, q, k, v, cos, sin, cu_seqlens)
+    found = plan(form_of(tensors), aligned, source, max_seqlen, scale, fuse, at_once)
+    out = launch_plan(found, tensors)
     if key is not None and aligned:
         remember(key, found)
     return out

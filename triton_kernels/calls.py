@@ -11,7 +11,6 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from triton_kernels.checks import Form
 from triton_kernels.descriptors import can_describe
 from triton_kernels.launch import LaunchSource, find_launch, head_split, rotated_row, window_limit
 from triton_kernels.launch_table import Launch
@@ -31,6 +30,15 @@ from triton_kernels.window_kernel import window_kernel
 LOG2_E = 1.4426950408889634
 
 remembered = functools.lru_cache(4096)
+
+
+# What a call looks at of each plain tensor: dtype, device, shape and strides.
+Form = tuple[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]], ...]
+
+
+def form_of(tensors: tuple[torch.Tensor, ...]) -> Form:
+    """The form of plain tensors, by which a call like an earlier one is recognised."""
+    return tuple([(x.dtype, x.device, x.shape, x.stride()) for x in tensors])
 
 
 class TensorForm(NamedTuple):

@@ -20,14 +20,6 @@ MAX_PROGRAMS = 2**31 - 1
 # Of these neither the factor nor its products with logits leave fp32.
 SCALES = (2.0**-100, 2.0**100)
 
-# What a call looks at of each plain tensor: dtype, device, shape and strides.
-Form = tuple[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]], ...]
-
-
-def form_of(tensors: tuple[torch.Tensor, ...]) -> Form:
-    """The form of plain tensors, by which a call like an earlier one is recognised."""
-    return tuple([(x.dtype, x.device, x.shape, x.stride()) for x in tensors])
-
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int | None = None) -> None:
     """Check the values of cu_seqlens on the host; waits for the GPU, so call it while debugging.

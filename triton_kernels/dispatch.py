@@ -19,14 +19,15 @@ with ThreadPoolExecutor(1) as _thread:
 
 
 def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether nobody but the caller would know of an operator's call on these plain tensors.
+    """Whether nobody but the caller would know of an operator's call on these tensors.
 
-    That is so where no derivative is to be recorded, nothing observes operators (no trace,
-    transform, mode or profiler), and memory holds the tensors' values, as it does not on "meta" or
-    behind a lazy negation. Then the function behind the operator may be called directly. A call
-    that a compiler traces, or that has a subclass among its tensors, is none to ask about, see
-    `key_of`.
+    That is so where none is of a subclass, no derivative is to be recorded, nothing observes
+    operators (no compiler, trace, transform, mode or profiler), and memory holds the tensors'
+    values, as it does not on "meta" or behind a lazy negation. Then the function behind the
+    operator may be called directly.
     """
+    if torch.compiler.is_compiling() or {type(x) for x in tensors} != {torch.Tensor}:
+        return False
     if _profiler_enabled() or _is_torch_function_mode_enabled():
         return False
     if _added_keys() & ~_ALWAYS_ADDED:

@@ -81,7 +81,8 @@ def launch_settings() -> tuple[Table, bool]:
 
 def launch_source(index: int | None) -> LaunchSource:
     """The table in use, for a CUDA device by its index; None is a CPU."""
-    return LaunchSource(_table.get(), gpu(index), _specialized.get())
+    table, specialized = launch_settings()
+    return LaunchSource(table, gpu(index), specialized)
 
 
 def find_launch(

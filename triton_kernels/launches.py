@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from triton_kernels.calls import Plan
-from triton_kernels.checks import Form, form_of
+from triton_kernels.calls import Form, Plan, form_of
 from triton_kernels.launch import launch_settings
 from triton_kernels.launch_table import Table
 from triton_kernels.run import launch, run
@@ -45,14 +44,10 @@ MAX_KNOWN = 4096
 
 
 def key_of(tensors: Tensors, options: Options) -> Key | None:
-    """What a call is looked up by, of (q, k, v, cos, sin, cu_seqlens) or (qkv, cos, ...).
+    """What a call that goes unseen is looked up by, of (q, k, v, cos, ...) or (qkv, cos, ...).
 
-    None where a tensor is not a plain one, shapes may be symbols, or equal options need not be as
-    good: 64 is a bound, 64.0 is none.
+    None where equal options need not be as good: 64 is a bound, 64.0 is none.
     """
-    # In a trace shapes may be symbols.
-    if torch.compiler.is_compiling() or {type(x) for x in tensors} != {torch.Tensor}:
-        return None
     max_seqlen, scale, fuse, implementation = options
     plain = type(max_seqlen) is int and type(fuse) is type(implementation) is str
     if not plain or not (scale is None or type(scale) is float):
@@ -114,20 +109,16 @@ def launch_again(key: Key, tensors: Tensors) -> torch.Tensor | None:
     return out if launched else None
 
 
-def launch_plan(
-    plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-) -> torch.Tensor:
-    """The result of a call on the current device, all of whose launches Triton may look at."""
+def launch_plan(plan: Plan, tensors: Tensors) -> torch.Tensor:
+    """The result of a call on the current device: `launch_again` for what Triton has to look at.
+
+    tensors: (q, k, v, cos, sin, cu_seqlens).
+    """
     rotations, attention = plan
-    qkv = [q, k, v]
+    *qkv, cos, sin, cu_seqlens = tensors
+    v = qkv[2]
     for call, first, written in rotations:
-        rotated = torch.empty(written, dtype=q.dtype, device=q.device)
+        rotated = v.new_empty(written)
         run(call, (qkv[first], rotated, cos, sin))
         qkv[first : first + written[1]] = rotated.unbind(1)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)

@@ -8,8 +8,15 @@ import math
 import torch
 import triton
 
-from triton_kernels.calls import TensorForm, are_aligned, in_units, make_call, remembered
-from triton_kernels.checks import Form, form_of
+from triton_kernels.calls import (
+    Form,
+    TensorForm,
+    are_aligned,
+    form_of,
+    in_units,
+    make_call,
+    remembered,
+)
 from triton_kernels.launch_table import Launch
 from triton_kernels.rotate_in_order_kernel import rotate_in_order_kernel
 from triton_kernels.run import Call, run

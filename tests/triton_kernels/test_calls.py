@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 
-from triton_kernels.calls import TensorForm, attention_call, plan
-from triton_kernels.checks import form_of
+from triton_kernels.calls import TensorForm, attention_call, form_of, plan
 from triton_kernels.launch import launch_source, launching_by, rotated_row
 from triton_kernels.launch_table import Table
 from triton_kernels.rotate_in_order import rotate_in_order_call

@@ -1,13 +1,16 @@
 """A call like an earlier one launches the same; shown without a GPU by a stand-in for launchers."""
 
+import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from tests.triton_kernels.adapter import forget_launches, public_function
+from tests.triton_kernels.stand_ins import Driver, hopper
 from triton_kernels import attention, calls, launches
 from triton_kernels import run as run_module
-from triton_kernels.launch import LaunchSource, launch_source, launching_by
-from triton_kernels.launch_table import Gpu, Table
+from triton_kernels.launch import launch_source, launching_by
+from triton_kernels.launch_table import Table
 from triton_kernels.run import Binary
 
 HEADS, HEAD_DIM = 4, 80
@@ -15,6 +18,8 @@ HEADS, HEAD_DIM = 4, 80
 LENGTHS = {"windows": 64, "stream": 256, "specialised": 1024}
 # How many addresses a kernel takes, in front of its numbers.
 ADDRESSES = {"window_kernel": 7, "stream_kernel": 7, "specialized_kernel": 2, "rotate_kernel": 4}
+# Bytes within which two addresses are in the same memory: that of any tensor is longer.
+NEAR = 2048
 
 
 class Launched:
@@ -36,15 +41,6 @@ class Launched:
         self.record.append((self.kernel, programs, described, others[:count], others[count:]))
 
 
-class Driver:
-    """Stands in for Triton's driver, which wants a GPU."""
-
-    class active:
-        """The driver in use."""
-
-        get_current_stream = staticmethod(lambda device: "stream")
-
-
 @pytest.fixture
 def record(monkeypatch):
     """Launches, of kernels that all have been compiled already."""
@@ -57,15 +53,6 @@ def record(monkeypatch):
     forget_launches()
     yield record
     forget_launches()
-
-
-@pytest.fixture
-def on_hopper(monkeypatch):
-    if not calls.specialized_kernel:
-        pytest.skip("this version of Triton has no Gluon where it was")
-    monkeypatch.setattr("triton_kernels.specialized._CAN_RUN", True)
-    source = LaunchSource(launch_source(None).table, Gpu("NVIDIA H200", "9.0"), True)
-    monkeypatch.setattr(attention, "launch_source", lambda _: source)
 
 
 def inputs(length, packed, tokens=1024, dtype=torch.bfloat16):
@@ -82,12 +69,17 @@ def attend(tensors, max_seqlen, **options):
 
 
 def named(launched, tensors):
-    """Launches with names for addresses: those of inputs, and new ones in order."""
+    """Launches with names for addresses: those of inputs, new ones in order, and places in them."""
     names = {x.data_ptr(): f"input {i}" for i, x in enumerate(tensors)}
     if len(tensors) == 4:
         names |= {x.data_ptr(): f"part {i}" for i, x in enumerate(tensors[0].unbind(1))}
 
     def name(address):
+        if address in names:
+            return names[address]
+        for near, given in names.items():  # K behind Q in a row of both
+            if 0 < address - near < NEAR:
+                return f"{given}, byte {address - near}"
         return names.setdefault(address, f"new {len(names)}")
 
     return [
@@ -112,6 +104,7 @@ def launched_by(record, tensors, *arguments, **options):
 def test_a_later_call_launches_what_the_first_did(
     record, on_hopper, monkeypatch, kernel, form, fuse
 ):
+    monkeypatch.setattr(attention, "launch_source", lambda _: hopper())
     length = LENGTHS[kernel]
     first, second = (inputs(length, form == "packed", 4096) for _ in range(2))
     if form == "separate":
@@ -182,7 +175,7 @@ def test_where_a_profiler_hooks_into_triton_calls_go_the_long_way(record, long_w
 def test_another_table_is_looked_at(record):
     tensors = inputs(64, packed=True)
     expected = launched_by(record, tensors, 64)
-    text = attention.launch_source(None).table.to_text().replace('"num_warps": 4', '"num_warps": 8')
+    text = launch_source(None).table.to_text().replace('"num_warps": 4', '"num_warps": 8')
     with launching_by(Table.from_text(text)):
         key = launches.key_of(tensors, (64, None, "auto", "triton"))
         assert key not in launches._known
@@ -206,6 +199,48 @@ def test_equal_options_that_are_not_as_good_are_refused(record, options, error):
     options = {"max_seqlen": 64, "scale": 0.5, "implementation": "triton"} | options
     with pytest.raises(ValueError, match=error):
         public_function(True)(*tensors, **options)
+
+
+# From PyTorch's own forward_ad.py, when forward mode is first used.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_tangent_is_refused(record):
+    tensors = inputs(64, packed=True)
+    attend(tensors, 64)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        attend((forward_ad.make_dual(tensors[0], tensors[0]), *tensors[1:]), 64)
+
+
+@pytest.mark.parametrize("i", range(6))
+@pytest.mark.parametrize("kind", ["dtype", "shape", "strides"])
+def test_a_tensor_of_another_form_is_refused(record, kind, i):
+    tensors = inputs(64, packed=False, tokens=64)
+    attend(tensors, 64)
+    x = tensors[i]
+    wrong = {
+        "dtype": lambda: x.to(torch.float64),
+        "shape": lambda: x[None],
+        "strides": lambda: x.repeat_interleave(2, -1)[..., ::2],
+    }
+    record.clear()
+    with pytest.raises((TypeError, ValueError)):
+        attend((*tensors[:i], wrong[kind](), *tensors[i + 1 :]), 64)
+    assert record == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_seqlen": np.int64(64)}, {"max_seqlen": None}, {"scale": 1}]
+)
+def test_calls_that_are_not_looked_up_go_unseen_too(record, monkeypatch, options):
+    """They need not pass PyTorch's dispatcher, which has functions of its own."""
+    seen, attend_directly = [], attention.attend
+    monkeypatch.setattr(
+        attention, "attend", lambda *rest: seen.append(rest) or attend_directly(*rest)
+    )
+    for _ in range(2):
+        public_function(True)(
+            *inputs(64, packed=True), implementation="triton", **{"max_seqlen": 64} | options
+        )
+    assert len(seen) == len(record) == 2
 
 
 def test_calls_are_remembered_however_many_there_were(record, monkeypatch):

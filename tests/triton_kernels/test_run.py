@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.triton_kernels.stand_ins import Driver
 from triton_kernels import run as run_module
 from triton_kernels.launch_table import Launch
 
@@ -35,15 +36,6 @@ class Kernel:
             return Binary(self.calls)
 
         return launch
-
-
-class Driver:
-    """Stands in for Triton's driver, which wants a GPU."""
-
-    class active:
-        """The driver in use."""
-
-        get_current_stream = staticmethod(lambda device: "stream")
 
 
 @pytest.fixture

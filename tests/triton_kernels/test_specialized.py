@@ -12,29 +12,18 @@ from tests.kernel_cases import assert_accurate, make_case, relative_rms
 from tests.kernel_contract import KernelContract
 from tests.kernel_stress_contract import StressContract
 from tests.triton_kernels.adapter import TorchAdapter, forget_launches
+from tests.triton_kernels.stand_ins import A100, H100, H200, hopper
 from triton_kernels import attention, calls, launches, specialized
-from triton_kernels.checks import form_of
+from triton_kernels.calls import form_of
 from triton_kernels.descriptors import can_describe
-from triton_kernels.launch import LaunchSource, launch_source, launching_by
-from triton_kernels.launch_table import Gpu
+from triton_kernels.launch import launch_source, launching_by
 from triton_kernels.specialized import is_specialized
 
-H200, H100, A100 = Gpu("NVIDIA H200", "9.0"), Gpu("NVIDIA H100", "9.0"), Gpu("A100", "8.0")
 SHAPE = {"dtype": torch.bfloat16, "head_dim": 80, "max_seqlen": 9216, "tokens": 9216, "heads": 16}
-
-
-def hopper(gpu=H200, specialized=True):
-    return LaunchSource(launch_source(None).table, gpu, specialized)
 
 
 def takes(gpu=H200, specialized=True, **changes):
     return is_specialized(**SHAPE | changes, source=hopper(gpu, specialized))
-
-
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """As where the kernel can run."""
-    monkeypatch.setattr(specialized, "_CAN_RUN", True)
 
 
 @pytest.mark.parametrize(
