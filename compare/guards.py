@@ -29,7 +29,7 @@ def guarded(
 
 @contextmanager
 def guarded_results() -> Iterator[list[torch.Tensor]]:
-    """While it is open, floating tensors of torch.empty and empty_like hold NaN, between guards.
+    """While it is open, floating tensors that torch.empty and its like make hold NaN in guards.
 
     Yields:
         The buffers of all tensors made so far, in order; see `intact`.
@@ -47,7 +47,8 @@ def guarded_results() -> Iterator[list[torch.Tensor]]:
 
         return made
 
-    makers = {name: between_guards(getattr(torch, name)) for name in ("empty", "empty_like")}
+    names = ("empty", "empty_like", "empty_strided")
+    makers = {name: between_guards(getattr(torch, name)) for name in names}
     with mock.patch.multiple(torch, **makers):
         yield buffers
 

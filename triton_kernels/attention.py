@@ -194,6 +194,6 @@ def attend(
     aligned = are_aligned(q, k, v, cos, sin)
     found = plan(form_of(tensors), aligned, source, max_seqlen, scale, fuse, at_once)
     out = launch_plan(found, tensors)
-    if key is not None and aligned:
+    if key is not None:
         remember(key, found)
     return out

@@ -56,7 +56,14 @@ def key_of(tensors: Tensors, options: Options) -> Key | None:
 
 
 def remember(key: Key, plan: Plan) -> None:
-    """Have later calls of the key launch what this one did, whose tensors are aligned."""
+    """Have later calls of the key launch what this one did.
+
+    But where Triton has to look at a launch each time, as of tensors that are not aligned, or
+    interprets it.
+    """
+    binaries = [call.binary for call in (*(r.call for r in plan.rotations), plan.attention)]
+    if any(binary is None or binary.compiled is None for binary in binaries):
+        return
     form = key[0]
     dtype, _, (tokens, *_, heads, head_dim), strides = form[0]
     part = behind = None
@@ -94,14 +101,14 @@ def launch_again(key: Key, tensors: Tensors) -> torch.Tensor | None:
         return None
     held = []  # until all is launched
     for call, first, written in rotations:
-        rotated = x.new_empty(written)
+        rotated = torch.empty(written, dtype=x.dtype, device=x.device)
         held.append(rotated)
         address = rotated.data_ptr()
         if not launch(call, (qkv[first], address, cos, sin)):
             return None
         for i in range(written[1]):
             qkv[first + i] = address + i * written[2] * x.itemsize
-    out = x.new_empty_strided(shape, strides)
+    out = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
     if attention.tiles:
         launched = launch(attention, (out.data_ptr(), cu_seqlens), qkv)
     else:
@@ -118,7 +125,7 @@ def launch_plan(plan: Plan, tensors: Tensors) -> torch.Tensor:
     *qkv, cos, sin, cu_seqlens = tensors
     v = qkv[2]
     for call, first, written in rotations:
-        rotated = v.new_empty(written)
+        rotated = torch.empty(written, dtype=v.dtype, device=v.device)
         run(call, (qkv[first], rotated, cos, sin))
         qkv[first : first + written[1]] = rotated.unbind(1)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)

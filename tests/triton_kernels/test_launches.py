@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from compare.guards import guarded_results
 from tests.triton_kernels.adapter import forget_launches, public_function
 from tests.triton_kernels.stand_ins import Driver, hopper
 from triton_kernels import attention, calls, launches
@@ -122,7 +123,9 @@ def test_a_later_call_launches_what_the_first_did(
 
     monkeypatch.setattr(attention, "check_arguments", unexpected)
     monkeypatch.setattr(launches, "run", unexpected)
-    assert launched_by(record, second, length, fuse=fuse) == expected
+    with guarded_results() as written:
+        assert launched_by(record, second, length, fuse=fuse) == expected
+    assert len(written) == len(kernels)  # all in memory that guards watch, where they do
 
 
 def test_tensors_that_lie_otherwise_go_the_long_way(record):
