@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from compare import environment, parts
-from compare.errors import InputError, UnavailableError
+from compare import commands
+from compare.common import environment
+from compare.common.errors import InputError, UnavailableError
 
 _COMPARED = ("torch", "triton", "jax", "flax", "transformers")
 
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         sentence = f"{error.name} is not installed: pip install '.[compare]' in the clone"
     print(f"compare: {sentence}", file=sys.stderr)
-    return parts.BAD_INPUT
+    return commands.BAD_INPUT
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,27 +56,34 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m compare", description=_DESCRIPTION)
-    parser.set_defaults(run=parts.run_everything, part=None, results=None)
+    parser.set_defaults(run=commands.run_everything, part=None, results=None)
     _add_results(parser)
     subparsers = parser.add_subparsers(title="parts", metavar="PART", parser_class=_Parser)
-    _add_part(subparsers, "agreement", parts.run_agreement, "do kernels and towers agree?")
+    _add_part(subparsers, "agreement", commands.run_agreement, "do kernels and towers agree?")
     kernels = _add_part(
-        subparsers, "kernels", parts.run_kernels, "time the kernels and their peers"
+        subparsers, "kernels", commands.run_kernels, "time the kernels and their peers"
     )
     _add_part(
-        subparsers, "fusion", parts.run_fusion, "time every way of fusing, over segment lengths"
+        subparsers, "fusion", commands.run_fusion, "time every way of fusing, over segment lengths"
     )
-    tune = _add_part(subparsers, "tune", parts.run_tune, "find the fastest launches for this GPU")
+    tune = _add_part(
+        subparsers, "tune", commands.run_tune, "find the fastest launches for this GPU"
+    )
     tune.add_argument("--write", action="store_true", help="put them into the kernel packages")
-    for flag, choices in (("--package", ("triton", "pallas")), ("--kernel", parts.TUNED_KERNELS)):
+    for flag, choices in (
+        ("--package", ("triton", "pallas")),
+        ("--kernel", commands.TUNED_KERNELS),
+    ):
         tune.add_argument(
             flag, action="append", choices=choices, help="this one only; may be given several times"
         )
-    towers = _add_part(subparsers, "towers", parts.run_towers, "time the towers and Hugging Face's")
+    towers = _add_part(
+        subparsers, "towers", commands.run_towers, "time the towers and Hugging Face's"
+    )
     integration = _add_part(
         subparsers,
         "integration",
-        parts.run_integration,
+        commands.run_integration,
         "time Hugging Face's tower with and without accelerate",
     )
     for part in (kernels, towers, integration):
@@ -86,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
             help="measure on this workload only; may be given several times. Without --json or "
             "--results nothing is kept then, so that the file of a whole run stays",
         )
-    trust = _add_part(subparsers, "trust", parts.run_trust, "put kernels and towers under stress")
+    trust = _add_part(
+        subparsers, "trust", commands.run_trust, "put kernels and towers under stress"
+    )
     trust.add_argument(
         "--seconds",
         type=_positive,
@@ -95,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         help="most time for the calls of each tower from many threads (default: %(default)g)",
     )
     report = subparsers.add_parser("report", help="tables and charts from the result files")
-    report.set_defaults(run=parts.run_report)
+    report.set_defaults(run=commands.run_report)
     _add_results(report)
     report.add_argument("--out", type=Path, metavar="FILE", help="default: report.md in DIR")
     report.add_argument(

@@ -12,13 +12,13 @@ one of its names is first used.
 
 from typing import Any
 
-from flax_models.buckets import Bucket, choose_bucket
-from flax_models.checkpoint import read_checkpoint
-from flax_models.config import VisionConfig
-from flax_models.errors import CheckpointError, ImageError
-from flax_models.image_config import ImageConfig
-from flax_models.images import preprocess
-from flax_models.layout import Layout, plan_layout, rotary_angles
+from flax_models.common.buckets import Bucket, choose_bucket
+from flax_models.common.checkpoint import read_checkpoint
+from flax_models.common.config import VisionConfig
+from flax_models.common.errors import CheckpointError, ImageError
+from flax_models.common.image_config import ImageConfig
+from flax_models.common.images import preprocess
+from flax_models.common.layout import Layout, plan_layout, rotary_angles
 
 __all__ = [
     "Bucket",

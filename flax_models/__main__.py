@@ -18,7 +18,7 @@ from safetensors.numpy import save
 
 import flax_models
 from flax_models import ImageConfig, ImageError, preprocess
-from flax_models.images import check_file
+from flax_models.common.images import check_file
 
 _DESCRIPTION = """\
 Compute the embeddings that a vision tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL makes of image files,

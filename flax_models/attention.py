@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from flax_models.config import VisionConfig
-from flax_models.layout import Layout, inverse_frequencies
+from flax_models.common.config import VisionConfig
+from flax_models.common.layout import Layout, inverse_frequencies
 from pallas_kernels import fused_rope_attention_qkvpacked
 from pallas_kernels.checks import IMPLEMENTATIONS
 from pallas_kernels.reference import rotate_reference

@@ -13,7 +13,7 @@ output, which the stream lacks: a product that adds one at its end is up to an e
 H200 (compare/results/nvidia-h200/late-norm.json). How both get into the stream, `tower_weights`
 says.
 
-The twin of compare/torch_gated.py.
+The twin of compare/torch_tower/gated.py.
 """
 
 import functools
@@ -26,9 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.attention import LOG2_E, have_tensor_cores
-from pallas_kernels.launch_table import Launch, next_power_of_2
-from pallas_kernels.run import run
-from pallas_kernels.tiles import Ref, exp2
+from pallas_kernels.kernels.tiles import Ref, exp2
+from pallas_kernels.launching.launch import run
+from pallas_kernels.launching.table import Launch, next_power_of_2
 
 # Of a program, which has one row; a row of 3,456 channels is 16 values a thread.
 _WARPS = 8

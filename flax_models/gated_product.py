@@ -6,9 +6,9 @@ columns of both, activates them in its accumulators, and writes what the second 
 kernel before it computes what rows are divided by.
 
 The GPU's copy engine (TMA) loads the operands, those of the next tile while one is activated. In
-the twin, compare/torch_gated_product.py, Triton's compiler arranges that. Pallas' Triton backend
-has no such loads, so this kernel is for Pallas' Mosaic GPU backend, and itself says which group of
-warps loads and which multiply.
+the twin, compare/torch_tower/gated_product.py, Triton's compiler arranges that. Pallas' Triton
+backend has no such loads, so this kernel is for Pallas' Mosaic GPU backend, and itself says which
+group of warps loads and which multiply.
 """
 
 import functools
@@ -23,10 +23,10 @@ from jax.experimental.pallas import triton as plgpu
 from flax_models import gated
 from flax_models.gated import Biases, Operation, differentiable, gated_activation, load, silu_times
 from flax_models.products import unnormed_product
-from pallas_kernels.compile import HAVE_MOSAIC, local_gpu
-from pallas_kernels.launch_table import Launch, next_power_of_2
-from pallas_kernels.run import run
-from pallas_kernels.tiles import Ref, Scalar
+from pallas_kernels.kernels.tiles import Ref, Scalar
+from pallas_kernels.launching.compile import HAVE_MOSAIC, local_gpu
+from pallas_kernels.launching.launch import run
+from pallas_kernels.launching.table import Launch, next_power_of_2
 
 # A tile has 128 rows and 128 columns of each of gate and up, for which 64 channels are multiplied
 # at a time, up to 4 times as many having been loaded. Programs that run at once share operands: 8

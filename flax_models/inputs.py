@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from flax_models.config import VisionConfig
+from flax_models.common.config import VisionConfig
+from flax_models.common.layout import Layout, check_patches
 from flax_models.device import arrived, upload
-from flax_models.layout import Layout, check_patches
 from flax_models.rows import pad_rows
 
 # The bounds choose a kernel and so are static; whatever else varies with the images is data.

@@ -21,16 +21,16 @@ from flax_models.attention import (
     layout_segments,
 )
 from flax_models.blocks import Block, LateNormBlock, PatchEmbed, PatchMerger, PositionTable
-from flax_models.buckets import bucket_of_equal_frames, check_token_buckets, choose_bucket
-from flax_models.checkpoint import read_checkpoint
+from flax_models.common.buckets import bucket_of_equal_frames, check_token_buckets, choose_bucket
+from flax_models.common.checkpoint import read_checkpoint
+from flax_models.common.config import VisionConfig, check_head_dim
+from flax_models.common.layout import Layout, plan_layout
+from flax_models.common.memory import check_memory
+from flax_models.common.weights import tower_weights
 from flax_models.compiled import Jitted, compiled
-from flax_models.config import VisionConfig, check_head_dim
 from flax_models.device import arrived, find_device, free_memory, home_device
 from flax_models.inputs import on_device, pad_patches
-from flax_models.layout import Layout, plan_layout
-from flax_models.memory import check_memory
 from flax_models.rows import first_rows
-from flax_models.weights import tower_weights
 
 # With DeepStack also the features of some blocks.
 Embeddings = jax.Array | tuple[jax.Array, tuple[jax.Array, ...]]

@@ -10,17 +10,17 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels.checks import check_arguments
-from pallas_kernels.compile import local_gpus
-from pallas_kernels.launch import find_launch, head_split, rotated_row, window_limit
-from pallas_kernels.launch_table import next_power_of_2
+from pallas_kernels.kernels.rotate import rotate_kernel
+from pallas_kernels.kernels.softmax import is_online
+from pallas_kernels.kernels.stream import hoists, stream_kernel
+from pallas_kernels.kernels.window import window_kernel
+from pallas_kernels.launching.choose import find_launch, head_split, rotated_row, window_limit
+from pallas_kernels.launching.compile import local_gpus
+from pallas_kernels.launching.hopper import auto_fuse, is_specialized, rows_of
+from pallas_kernels.launching.launch import run
+from pallas_kernels.launching.table import next_power_of_2
 from pallas_kernels.reference import rope_attention_gradients, rope_attention_reference
-from pallas_kernels.rotate_kernel import rotate_kernel
-from pallas_kernels.run import run
 from pallas_kernels.sharding import check_shardings, on_own_heads
-from pallas_kernels.softmax import is_online
-from pallas_kernels.specialized import auto_fuse, is_specialized, rows_of
-from pallas_kernels.stream_kernel import hoists, stream_kernel
-from pallas_kernels.window_kernel import window_kernel
 
 LOG2_E = 1.4426950408889634
 
@@ -243,7 +243,7 @@ def _kernel(
         if options.fuse != "qk":
             k, k_part = _rotate(k, k_part, 1, cos, sin, rows, interpret), 0
     if specialized:
-        from pallas_kernels.specialized_call import specialized_attention
+        from pallas_kernels.launching.hopper_launch import specialized_attention
 
         parts, scale_log2 = (q_part, k_part, v_part), options.scale * LOG2_E
         longest = min(options.max_seqlen, tokens)

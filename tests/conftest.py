@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from compare.environment import configure, gpu_count
+from compare.common.environment import configure, gpu_count
 from tests import interpreter
 
 # Their assertions show values too.

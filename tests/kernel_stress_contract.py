@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compare.environment import has_gpu
+from compare.common.environment import has_gpu
 from tests.hostile import examples
 from tests.kernel_cases import (
     DTYPES,

@@ -19,7 +19,7 @@ from tests.hostile import examples
 from tests.kernel_cases import assert_accurate, make_case
 
 _TABLES = [
-    json.loads((Path(__file__).parents[1] / package / "launches.json").read_text())
+    json.loads((Path(__file__).parents[1] / package / "launching" / "launches.json").read_text())
     for package in ("triton_kernels", "pallas_kernels")
 ]
 # Segments that begin and end anywhere in a tile, one that spans several, one after another in one,
@@ -44,8 +44,8 @@ _CASES = [(*tile, *next(_heads)) for tile in tiles("stream") for _ in range(_PER
 class LaunchContract:
     @pytest.mark.parametrize(("block", "block_k", "head_dim", "fuse"), _CASES)
     def test_tiles_of_the_stream_kernel(self, block, block_k, head_dim, fuse):
-        launch = importlib.import_module(f"{self.package.__name__}.launch")
-        table = importlib.import_module(f"{self.package.__name__}.launch_table").Table
+        launch = importlib.import_module(f"{self.package.__name__}.launching.choose")
+        table = importlib.import_module(f"{self.package.__name__}.launching.table").Table
         row = {"block": block, "block_k": block_k, "num_warps": block // 16, "num_stages": 2}
         rows = [{"kernel": "stream", **row}, {"kernel": "rotate", **row, "block_k": 2}]
         default = {"compute_capability": None, "launches": rows}
@@ -61,7 +61,7 @@ class LaunchContract:
     def test_rows_of_rotated_heads_hold_their_tiles_and_start_at_cache_lines(
         self, heads, head_dim, row
     ):
-        launch = importlib.import_module(f"{self.package.__name__}.launch")
+        launch = importlib.import_module(f"{self.package.__name__}.launching.choose")
         assert launch.rotated_row(heads, head_dim) == row
 
     @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ class LaunchContract:
         ],
     )  # fmt: skip
     def test_how_much_is_fused_by_default(self, head_dim, rotary_dim, max_seqlen, fuse):
-        specialized = importlib.import_module(f"{self.package.__name__}.specialized")
+        specialized = importlib.import_module(f"{self.package.__name__}.launching.hopper")
         dtype = self.array(np.zeros(0, ml_dtypes.bfloat16)).dtype
         call = dtype, head_dim, rotary_dim, max_seqlen, 4096, 2
         assert specialized.auto_fuse(*call, *self.source) == fuse

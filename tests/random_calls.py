@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from flax_models.images import smart_resize
+from flax_models.common.images import smart_resize
 
 
 def tokens_of(grid):

@@ -35,7 +35,7 @@ for tool in "$@"; do
   for suite in \
     "$attention: tests/triton_kernels/test_contract.py" \
     "$attention: tests/pallas_kernels/test_contract.py" \
-    "$gated: tests/compare/test_torch_gated.py tests/compare/test_torch_gated_product.py" \
+    "$gated: tests/compare/torch_tower/test_gated.py tests/compare/torch_tower/test_gated_product.py" \
     "$gated: tests/flax_models/test_gated.py tests/flax_models/test_gated_product.py"; do
     read -ra files <<<"${suite##*: }"
     echo "== $tool: ${files[*]}"

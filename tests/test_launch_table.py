@@ -20,12 +20,12 @@ def package(request):
 
 @pytest.fixture
 def module(package):
-    return importlib.import_module(f"{package}.launch_table")
+    return importlib.import_module(f"{package}.launching.table")
 
 
 @pytest.fixture
 def launch(package):
-    return importlib.import_module(f"{package}.launch")
+    return importlib.import_module(f"{package}.launching.choose")
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_a_row_for_few_rows(module, launch, package):
 
 
 def test_the_table_is_read_by_the_same_code_in_both_packages():
-    texts = {(ROOT / package / "launch_table.py").read_text() for package in PACKAGES}
+    texts = {(ROOT / package / "launching" / "table.py").read_text() for package in PACKAGES}
     assert len(texts) == 1
 
 
@@ -240,8 +240,8 @@ def test_the_twins_refer_to_the_same_keys():
     key_tiles = []
     for package, framework in PACKAGES.items():
         pytest.importorskip(framework)
-        module = importlib.import_module(f"{package}.launch_table")
-        table = module.Table.read(ROOT / package / "launches.json")
+        module = importlib.import_module(f"{package}.launching.table")
+        table = module.Table.read(ROOT / package / "launching" / "launches.json")
         gpus = [module.Gpu(n, d.compute_capability or "") for n, d in table.devices.items()]
         shapes = itertools.product(
             gpus,

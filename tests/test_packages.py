@@ -16,8 +16,8 @@ def test_every_folder_of_modules_is_a_listed_package():
 
 def test_tables_are_package_data():
     for package in ("pallas_kernels", "triton_kernels"):
-        assert (ROOT / package / "launches.json").is_file()
-        assert "launches.json" in SETUPTOOLS["package-data"][package]
+        assert (ROOT / package / "launching" / "launches.json").is_file()
+        assert "launches.json" in SETUPTOOLS["package-data"][f"{package}.launching"]
 
 
 def test_type_checkers_are_told_of_the_types():

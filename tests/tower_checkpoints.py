@@ -6,7 +6,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from flax_models import VisionConfig
-from flax_models.checkpoint import expected_tensors
+from flax_models.common.checkpoint import expected_tensors
 
 # Every family; in Qwen2.5-VL's two, head dims 80 and 16, real windows of 8 x 8 patches, a windowed
 # block before and after one that sees whole frames; in Qwen3-VL's head dim 72 and a table that is
@@ -133,7 +133,7 @@ def save_hugging_face_tower(directory, config):
     """Have Hugging Face's `save_pretrained` write the same checkpoint; needs transformers."""
     import torch
 
-    from compare.huggingface import vision_classes
+    from compare.implementations.huggingface import vision_classes
 
     classes = vision_classes(config.model_type)
     values = {name: value for name, value in config_json(config).items() if name != "model_type"}
@@ -153,7 +153,7 @@ class HuggingFaceTower:
     def __init__(self, directory, dtype="float32"):
         import torch
 
-        from compare.huggingface import vision_classes
+        from compare.implementations.huggingface import vision_classes
 
         self._torch = torch
         model_type = VisionConfig.from_pretrained(directory).model_type

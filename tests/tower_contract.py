@@ -206,7 +206,7 @@ class TowerContract:
             tower(np.zeros((1, config.patch_dim), np.float32), [(1024, 32, 32)])
 
     def test_layouts_that_are_not_remembered_leave_the_device(self, config, tower, monkeypatch):
-        monkeypatch.setattr("flax_models.layout._CACHED_TOKENS", 0)
+        monkeypatch.setattr("flax_models.common.layout._CACHED_TOKENS", 0)
         if hasattr(tower, "graphs"):
             monkeypatch.setattr(tower, "graphs", None)  # a recording keeps its last one
         made = []

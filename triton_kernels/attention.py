@@ -5,11 +5,10 @@ import functools
 import torch
 import triton
 
-from triton_kernels.calls import are_aligned, form_of, plan
 from triton_kernels.checks import MAX_TOKENS, check_arguments
-from triton_kernels.dispatch import goes_unseen
-from triton_kernels.launch import launch_source
-from triton_kernels.launches import (
+from triton_kernels.launching.choose import launch_source
+from triton_kernels.launching.dispatch import goes_unseen
+from triton_kernels.launching.fast_path import (
     Key,
     Options,
     Tensors,
@@ -19,8 +18,9 @@ from triton_kernels.launches import (
     launch_plan,
     remember,
 )
+from triton_kernels.launching.hopper import auto_fuse
+from triton_kernels.launching.plan import are_aligned, form_of, plan
 from triton_kernels.reference import rope_attention_reference
-from triton_kernels.specialized import auto_fuse
 
 INTERPRETED = triton.knobs.runtime.interpret
 

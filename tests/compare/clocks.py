@@ -1,9 +1,9 @@
 """Stand-ins for the GPU's clocks: calls run on the CPU, times are made up."""
 
-from compare import ceilings, kernel_timing
-from compare.ceilings import Ceilings
-from compare.profiling import DeviceEvent, Profile
-from compare.timing import Timing
+from compare.bench import ceilings, kernel_timing
+from compare.bench.ceilings import Ceilings
+from compare.bench.jax_profiler import DeviceEvent, Profile
+from compare.bench.timing import Timing
 
 
 class StandInTimer:

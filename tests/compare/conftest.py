@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 
-from compare.environment import configure
+from compare.common.environment import configure
 
 configure()  # as the command line does, before any test imports a framework
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from compare import huggingface
-from compare.tower_workloads import TowerWorkload, Visual
-from compare.towers import TowerImplementation
+from compare.implementations import huggingface
+from compare.implementations.towers import TowerImplementation
+from compare.workloads.towers import TowerWorkload, Visual
 from flax_models import VisionConfig
 
 # Two blocks, by whose numbers tests tell layers apart.

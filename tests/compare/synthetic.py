@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from compare import results
-from compare.results import Record, Results
+from compare.common import result_files
+from compare.common.result_files import Record, Results
 
 DEVICE = "Imaginary GPU"
 SIDES = (448, 672, 896, 1344)
@@ -47,12 +47,12 @@ def write_all(directory: Path) -> None:
         "integration": timing_records(("integration",), INTEGRATION),
     }.items():
         made_up = as_results(part, records)
-        results.write(made_up, results.default_path(part, DEVICE, directory))
+        result_files.write(made_up, result_files.default_path(part, DEVICE, directory))
 
 
 def as_results(part: str, records: list[Record]) -> Results:
     ceilings = None if part in ("agreement", "trust") else CEILINGS
-    return replace(results.collect(part, records, ceilings), device=DEVICE)
+    return replace(result_files.collect(part, records, ceilings), device=DEVICE)
 
 
 def timing_records(families, implementations) -> list[Record]:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from compare import cli, environment, parts, results
-from compare.ceilings import Ceilings
-from compare.results import Record
+from compare import cli, commands
+from compare.bench.ceilings import Ceilings
+from compare.common import environment, result_files
+from compare.common.result_files import Record
 from tests.compare import synthetic
 
 ROOT = Path(__file__).parents[2]
@@ -28,13 +29,13 @@ def without_gpu(monkeypatch):
 @pytest.fixture
 def agreement(monkeypatch):
     """Stand-ins for the checks; the test says what they find."""
-    from compare import agreement as kernels
-    from compare import photographs, tower_agreement
+    from compare.agreement import kernels, towers
+    from compare.workloads import photographs
 
     found = {"kernels": [], "towers": []}
     monkeypatch.setattr(photographs, "photographs", list)
     monkeypatch.setattr(kernels, "check_kernels", lambda: found["kernels"])
-    monkeypatch.setattr(tower_agreement, "check_towers", lambda: found["towers"])
+    monkeypatch.setattr(towers, "check_towers", lambda: found["towers"])
     return found
 
 
@@ -45,16 +46,16 @@ def gpu_benchmarks(monkeypatch, tmp_path):
     def find(record):
         found = [record], Ceilings(4e12, 4e12, 8e14)
         for benchmark in (
-            "compare.kernel_bench.bench_kernels",
-            "compare.fusion.measure_fusion",
-            "compare.tower_bench.bench_towers",
+            "compare.bench.kernels.bench_kernels",
+            "compare.bench.fusion.measure_fusion",
+            "compare.bench.towers.bench_towers",
         ):
             monkeypatch.setattr(benchmark, lambda *_: found)
-        monkeypatch.setattr("compare.rotation.bench_rotation", lambda *_: [])
+        monkeypatch.setattr("compare.bench.rotation.bench_rotation", lambda *_: [])
         monkeypatch.setattr(environment, "has_gpu", lambda: True)
         monkeypatch.setattr(environment, "device_name", lambda: "Imaginary GPU")
-        monkeypatch.setattr(parts, "_check_pytorch", lambda: None)
-        monkeypatch.setattr(results, "DEFAULT_DIRECTORY", tmp_path / "default")
+        monkeypatch.setattr(commands, "_check_pytorch", lambda: None)
+        monkeypatch.setattr(result_files, "DEFAULT_DIRECTORY", tmp_path / "default")
         return tmp_path / "default"
 
     return find
@@ -79,8 +80,8 @@ def sentence(capsys):
 def test_agreement_writes_its_file_and_succeeds(agreement, tmp_path, capsys):
     agreement["kernels"] = [passing(), replace(passing(), passed=None)]  # the last for comparison
     path = tmp_path / "a" / "agreement.json"
-    assert cli.main(["agreement", "--json", str(path)]) == parts.AGREES
-    assert results.read(path).part == "agreement"
+    assert cli.main(["agreement", "--json", str(path)]) == commands.AGREES
+    assert result_files.read(path).part == "agreement"
     assert "Agreement holds: 1 checks" in capsys.readouterr().out
 
 
@@ -90,13 +91,13 @@ def test_results_go_to_the_directory_named_before_or_behind_the_part(
 ):
     named = ["--results", str(tmp_path)]
     part = ["agreement"]
-    assert cli.main([*named, *part] if before else [*part, *named]) == parts.AGREES
-    assert results.read(tmp_path / "cpu" / "agreement.json").part == "agreement"
+    assert cli.main([*named, *part] if before else [*part, *named]) == commands.AGREES
+    assert result_files.read(tmp_path / "cpu" / "agreement.json").part == "agreement"
 
 
 def test_a_long_path_is_printed_on_one_line(agreement, tmp_path, capsys):
     path = tmp_path / "/".join(["directory"] * 20) / "agreement.json"
-    assert cli.main(["agreement", "--json", str(path)]) == parts.AGREES
+    assert cli.main(["agreement", "--json", str(path)]) == commands.AGREES
     assert f"Wrote {path}\n" in capsys.readouterr().out
 
 
@@ -105,35 +106,38 @@ def test_disagreement_is_status_1_and_still_written(agreement, part, tmp_path, c
     agreement["kernels"] = [passing()]
     agreement[part] = [passing(), failing()]
     path = tmp_path / "agreement.json"
-    assert cli.main(["agreement", "--json", str(path)]) == parts.DISAGREES
+    assert cli.main(["agreement", "--json", str(path)]) == commands.DISAGREES
     assert "Agreement FAILED: 1 of" in capsys.readouterr().out
     assert path.is_file()
 
 
 def test_agreement_without_photographs_is_refused_first(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    monkeypatch.setattr("compare.agreement.check_kernels", lambda: pytest.fail("checked"))
-    assert cli.main(["agreement"]) == parts.BAD_INPUT
+    monkeypatch.setattr("compare.agreement.kernels.check_kernels", lambda: pytest.fail("checked"))
+    assert cli.main(["agreement"]) == commands.BAD_INPUT
     assert "the photographs come with scikit-learn" in sentence(capsys)
 
 
 def test_without_a_gpu_the_main_job_is_agreement(without_gpu, agreement, tmp_path, capsys):
     agreement["towers"] = [passing("flax")]
-    assert cli.main(["--results", str(tmp_path)]) == parts.AGREES
+    assert cli.main(["--results", str(tmp_path)]) == commands.AGREES
     assert "A GPU would add" in capsys.readouterr().out
-    assert results.read(tmp_path / "cpu" / "agreement.json").records[0]["implementation"] == "flax"
+    assert (
+        result_files.read(tmp_path / "cpu" / "agreement.json").records[0]["implementation"]
+        == "flax"
+    )
     agreement["towers"] = [failing("flax")]
-    assert cli.main([]) == parts.DISAGREES
+    assert cli.main([]) == commands.DISAGREES
 
 
 @pytest.mark.parametrize(
     ("codes", "status"),
     [
-        ({}, parts.AGREES),
-        ({"kernels": parts.BAD_INPUT}, parts.BAD_INPUT),
-        ({"agreement": parts.DISAGREES, "kernels": parts.BAD_INPUT}, parts.DISAGREES),
-        ({"agreement": parts.BAD_INPUT, "towers": -9}, parts.DISAGREES),
-        ({"agreement": parts.DISAGREES, "report": parts.BAD_INPUT}, parts.DISAGREES),
+        ({}, commands.AGREES),
+        ({"kernels": commands.BAD_INPUT}, commands.BAD_INPUT),
+        ({"agreement": commands.DISAGREES, "kernels": commands.BAD_INPUT}, commands.DISAGREES),
+        ({"agreement": commands.BAD_INPUT, "towers": -9}, commands.DISAGREES),
+        ({"agreement": commands.DISAGREES, "report": commands.BAD_INPUT}, commands.DISAGREES),
     ],
 )
 def test_what_is_wrong_outweighs_what_could_not_be_done(monkeypatch, codes, status, tmp_path):
@@ -153,10 +157,10 @@ def test_what_is_wrong_outweighs_what_could_not_be_done(monkeypatch, codes, stat
 @pytest.mark.parametrize(
     ("ours", "passed", "status"),
     [
-        (True, True, parts.AGREES),
-        (True, None, parts.AGREES),
-        (True, False, parts.DISAGREES),
-        (False, False, parts.AGREES),
+        (True, True, commands.AGREES),
+        (True, None, commands.AGREES),
+        (True, False, commands.DISAGREES),
+        (False, False, commands.AGREES),
     ],
 )
 @pytest.mark.parametrize("part", ["kernels", "fusion", "towers", "integration"])
@@ -176,73 +180,75 @@ def test_a_run_on_some_workloads_leaves_the_whole_runs_file_alone(
     gpu_benchmarks, part, asked, tmp_path, capsys
 ):
     whole = gpu_benchmarks(Record("w", "one"))
-    assert cli.main([part]) == parts.AGREES
+    assert cli.main([part]) == commands.AGREES
     before = {path: path.read_bytes() for path in whole.rglob("*.json")}
     assert before
     gpu_benchmarks(Record("w", "another"))
     place = tmp_path / "mine"
     workload = {"kernels": "windows-448", "towers": "tower-448", "integration": "integration-448"}
     arguments = [part, "--workload", workload[part], *asked, *([str(place)] if asked else [])]
-    assert cli.main(arguments) == parts.AGREES
+    assert cli.main(arguments) == commands.AGREES
     assert {path: path.read_bytes() for path in whole.rglob("*.json")} == before
     assert place.exists() == bool(asked)
     assert ("are not kept" in capsys.readouterr().out) == (not asked)
 
 
-@pytest.mark.parametrize(("findings", "status"), [(0, parts.AGREES), (2, parts.DISAGREES)])
+@pytest.mark.parametrize(("findings", "status"), [(0, commands.AGREES), (2, commands.DISAGREES)])
 def test_stress_writes_its_file_and_says_what_it_found(
     monkeypatch, findings, status, tmp_path, capsys
 ):
-    from compare import trust
+    from compare.stress import stress
 
     def check_trust(seconds):
         assert seconds == 7.5
-        return [trust._record("place", "triton", "moved", 9, ["differs"] * findings)]
+        return [stress._record("place", "triton", "moved", 9, ["differs"] * findings)]
 
-    monkeypatch.setattr(trust, "check_trust", check_trust)
+    monkeypatch.setattr(stress, "check_trust", check_trust)
     path = tmp_path / "trust.json"
     assert cli.main(["trust", "--seconds", "7.5", "--json", str(path)]) == status
-    assert results.read(path).records[0]["cases"] == 9
+    assert result_files.read(path).records[0]["cases"] == 9
     said = capsys.readouterr().out
     assert ("nothing: 9 cases" if findings == 0 else "in 1 of 1 checks") in said
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
 def test_stress_takes_a_positive_time(seconds, capsys):
-    assert cli.main(["trust", "--seconds", seconds]) == parts.BAD_INPUT
+    assert cli.main(["trust", "--seconds", seconds]) == commands.BAD_INPUT
     assert "expected a positive number" in sentence(capsys)
 
 
 @pytest.mark.parametrize("part", ["kernels", "fusion", "towers", "integration"])
 def test_benchmarks_need_a_gpu(without_gpu, part, capsys):
-    assert cli.main([part]) == parts.BAD_INPUT
+    assert cli.main([part]) == commands.BAD_INPUT
     assert f"{part} measures on a CUDA GPU, and this machine has none" in sentence(capsys)
 
 
 @pytest.mark.parametrize("part", ["kernels", "towers", "integration"])
 def test_an_unknown_workload_is_named(part, capsys):
-    assert cli.main([part, "--workload", "windows-7"]) == parts.BAD_INPUT
+    assert cli.main([part, "--workload", "windows-7"]) == commands.BAD_INPUT
     assert "unknown workload 'windows-7'; known: " in sentence(capsys)
 
 
 @pytest.mark.parametrize("arguments", [["dance"], ["--fast"], ["kernels", "--json"]])
 def test_arguments_that_do_not_exist(arguments, capsys):
-    assert cli.main(arguments) == parts.BAD_INPUT
+    assert cli.main(arguments) == commands.BAD_INPUT
     assert "--help lists what there is" in sentence(capsys)
 
 
 def test_a_place_that_cannot_be_written_is_refused_first(agreement, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert cli.main(["agreement", "--json", str(tmp_path / "file" / "a.json")]) == parts.BAD_INPUT
+    assert (
+        cli.main(["agreement", "--json", str(tmp_path / "file" / "a.json")]) == commands.BAD_INPUT
+    )
     assert "cannot write results to" in sentence(capsys)
 
 
 def test_report_from_unreadable_results(tmp_path, capsys):
-    assert cli.main(["report", "--results", str(tmp_path)]) == parts.BAD_INPUT
+    assert cli.main(["report", "--results", str(tmp_path)]) == commands.BAD_INPUT
     assert "no results in" in sentence(capsys)
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "kernels.json").write_text("{")
-    assert cli.main(["report", "--results", str(tmp_path)]) == parts.BAD_INPUT
+    assert cli.main(["report", "--results", str(tmp_path)]) == commands.BAD_INPUT
     assert "cannot read results from" in sentence(capsys)
 
 
@@ -252,12 +258,12 @@ def test_report_and_readme(tmp_path, capsys):
     readme = tmp_path / "README.md"
     readme.write_text("<!-- results:begin --><!-- results:end -->")
     arguments = ["--results", str(tmp_path), "report", "--readme", str(readme)]
-    assert cli.main(arguments) == parts.AGREES
+    assert cli.main(arguments) == commands.AGREES
     assert (tmp_path / "report.md").is_file()
     assert "![" in readme.read_text()
     readme.write_bytes(b"\xff")
     (tmp_path / "report.md").unlink()
-    assert cli.main(arguments) == parts.BAD_INPUT
+    assert cli.main(arguments) == commands.BAD_INPUT
     assert "cannot read" in sentence(capsys)
     assert not (tmp_path / "report.md").exists()
 
@@ -292,7 +298,7 @@ def test_the_module_runs_and_imports_no_framework_for_help():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     command = [sys.executable, "-m", "compare", "dance"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == parts.BAD_INPUT
+    assert done.returncode == commands.BAD_INPUT
     assert done.stderr.startswith("compare: ")
 
 
@@ -300,7 +306,7 @@ def test_control_c_is_no_traceback(without_gpu, monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(parts, "run_everything", interrupt)
+    monkeypatch.setattr(commands, "run_everything", interrupt)
     monkeypatch.setattr(environment, "configure", lambda: None)
     monkeypatch.setattr("sys.argv", ["compare"])
     monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)

@@ -55,7 +55,7 @@ def tower_program(name: str, side: int, depth: int) -> str:
     from flax_models import VisionConfig, VisionTower, choose_bucket, gated_product, plan_layout
     from flax_models.compiled import COMPILER_OPTIONS
     from flax_models.tower import _encode
-    from pallas_kernels.compile import compiling_by
+    from pallas_kernels.launching.compile import compiling_by
 
     config = getattr(VisionConfig, name)()
     config = replace(

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flax_models.config import VisionConfig
+from flax_models.common.config import VisionConfig
 
 TINY = {
     "depth": 2,

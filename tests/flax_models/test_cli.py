@@ -316,7 +316,7 @@ def test_jax_without_any_device(run, tmp_path, monkeypatch, error, options):
 
 
 def test_a_call_that_does_not_fit(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("flax_models.memory._CHECKED_TOKENS", 0)
+    monkeypatch.setattr("flax_models.common.memory._CHECKED_TOKENS", 0)
     monkeypatch.setattr("flax_models.tower.free_memory", lambda _: 1)
     refused(run(), tmp_path, "needs about", "are free")
 

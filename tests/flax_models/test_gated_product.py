@@ -12,11 +12,11 @@ from jax.experimental.pallas import mosaic_gpu as mosaic
 from flax_models import gated_product as gated_product_module
 from flax_models.gated import Biases
 from flax_models.gated_product import HAVE_MOSAIC, gated_product, in_one_kernel
-from pallas_kernels.compile import compiling_by, local_gpu
-from pallas_kernels.launch_table import Gpu
+from pallas_kernels.launching.compile import compiling_by, local_gpu
+from pallas_kernels.launching.table import Gpu
 from tests.gated_contract import EPS, TOLERANCES, relative_error
 from tests.gated_product_contract import GatedProductContract, draw, oracle
-from tests.pallas_kernels.test_lowering import cuda_device
+from tests.pallas_kernels.launching.test_lowering import cuda_device
 
 needs_mosaic = pytest.mark.skipif(not HAVE_MOSAIC, reason="the kernel is for JAX 0.11.2 and 0.12")
 

@@ -25,7 +25,7 @@ from flax_models import (
     preprocess,
     read_checkpoint,
 )
-from flax_models.checkpoint import expected_tensors
+from flax_models.common.checkpoint import expected_tensors
 from tests.hostile import examples
 from tests.tower_checkpoints import write_checkpoint
 

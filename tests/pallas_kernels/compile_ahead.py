@@ -77,7 +77,7 @@ def main() -> None:
         )
         os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
         forget_this_machine()
-        from pallas_kernels.compile import HAVE_MOSAIC
+        from pallas_kernels.launching.compile import HAVE_MOSAIC
 
         for head_dim in HEAD_DIMS if HAVE_MOSAIC else ():
             ptx = Path(directory) / "specialized"
@@ -103,7 +103,7 @@ def compile_call(head_dim: int, length: int, fuse: str) -> None:
     import jax.numpy as jnp
 
     import pallas_kernels
-    from pallas_kernels.compile import compiling_by
+    from pallas_kernels.launching.compile import compiling_by
 
     shapes = (
         ((TOKENS, 3, HEADS, head_dim), jnp.bfloat16),
@@ -140,10 +140,10 @@ def compile_specialized(head_dim: int) -> None:
     """Have Mosaic compile the specialised kernel of one image."""
     import jax
 
-    from pallas_kernels import specialized
+    from pallas_kernels.launching import hopper
 
     described = (SimpleNamespace(compute_capability="9.0"),)
-    with mock.patch.object(specialized, "local_gpus", return_value=described):
+    with mock.patch.object(hopper, "local_gpus", return_value=described):
         compile_call(head_dim, TOKENS, "none")
     jax.clear_caches()  # what was traced knows nothing of GPUs
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import launch, triton_lowering
-from pallas_kernels.compile import compiling_by
-from pallas_kernels.launch_table import Gpu
+from pallas_kernels.launching import choose, triton_lowering
+from pallas_kernels.launching.compile import compiling_by
+from pallas_kernels.launching.table import Gpu
 
 
 @dataclass
@@ -39,7 +39,7 @@ def noting_kernels(monkeypatch):
     noting_ir.cache_clear = compile_ir.cache_clear
     monkeypatch.setattr(triton_lowering, "compile_ir", noting_ir)
     monkeypatch.setattr(triton_lowering, "_kernel", noting_kernel)
-    monkeypatch.setattr(launch, "gpu", lambda: Gpu("NVIDIA H200", "9.0"))
+    monkeypatch.setattr(choose, "gpu", lambda: Gpu("NVIDIA H200", "9.0"))
     jax.clear_caches()  # of calls with another GPU's launches
     with compiling_by("triton"):
         yield noted

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels.compile import HAVE_MOSAIC
+from pallas_kernels.launching.compile import HAVE_MOSAIC
 from tests.pallas_kernels.compile_ahead import FUSE, HEAD_DIMS, LENGTHS, what_is_missing
 
 ROOT = Path(__file__).parents[2]

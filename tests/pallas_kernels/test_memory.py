@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import tiles
+from pallas_kernels.kernels import tiles
 from tests.hostile import TOKENS, hostile_cu_seqlens, refusable
 from tests.kernel_cases import make_case
 from tests.kernel_contract import STREAM, WINDOW, cut
@@ -119,7 +119,7 @@ def test_every_element_is_written_once(max_seqlen, length, monkeypatch):
 
 def test_a_kernel_that_trusts_cu_seqlens_is_found(monkeypatch, outside):
     bounds = functools.partial(lambda ref, segment, tokens: (ref[segment], ref[segment + 1]))
-    monkeypatch.setattr("pallas_kernels.window_kernel.segment_bounds", bounds)
+    monkeypatch.setattr("pallas_kernels.kernels.window.segment_bounds", bounds)
     case = cut((-1, 9, 33), tokens=TOKENS, head_dim=72, heads=1, dtype="float32")
     attention("qk", WINDOW)(*map(jnp.asarray, case.separate)).block_until_ready()
     jax.effects_barrier()

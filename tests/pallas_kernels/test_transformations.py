@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 
 import pallas_kernels
 from pallas_kernels import attention as attention_module
-from pallas_kernels import compile as compile_module
-from pallas_kernels.compile import local_gpus
+from pallas_kernels.launching import compile as compile_module
+from pallas_kernels.launching.compile import local_gpus
 from tests.kernel_cases import assert_accurate, assert_same_bits, make_case
 from tests.kernel_contract import STREAM, WINDOW, cut
 

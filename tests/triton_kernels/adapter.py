@@ -5,9 +5,9 @@ import numpy as np
 import torch
 
 import triton_kernels
-from compare.guards import guarded, guarded_results, intact, same_bits
-from triton_kernels import calls, launches
-from triton_kernels.launch import launch_source
+from compare.stress.guards import guarded, guarded_results, intact, same_bits
+from triton_kernels.launching import fast_path, plan
+from triton_kernels.launching.choose import launch_source
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -40,8 +40,8 @@ def public_function(packed):
 
 def forget_launches():
     """What is launched has changed for a reason that no call can see: work it out again."""
-    calls.plan.cache_clear()
-    launches._known.clear()
+    plan.plan.cache_clear()
+    fast_path._known.clear()
 
 
 class TorchAdapter:

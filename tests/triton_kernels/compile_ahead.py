@@ -42,9 +42,9 @@ from tests.triton_kernels.machine_code import (
 )
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
 from triton_kernels import attention
-from triton_kernels import launch as launch_module
-from triton_kernels.launch_table import Gpu
-from triton_kernels.rotate_in_order import rotate_in_order
+from triton_kernels.launching import choose as launch_module
+from triton_kernels.launching.rotate_in_order import rotate_in_order
+from triton_kernels.launching.table import Gpu
 
 TOKENS, HEADS, SEGMENTS = 9216, 16, 144
 POINTERS = {

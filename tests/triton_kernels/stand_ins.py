@@ -1,7 +1,7 @@
 """What stands in for a GPU where tests have none: Triton's driver, and a Hopper GPU's launches."""
 
-from triton_kernels.launch import LaunchSource, launch_source
-from triton_kernels.launch_table import Gpu
+from triton_kernels.launching.choose import LaunchSource, launch_source
+from triton_kernels.launching.table import Gpu
 
 H200, H100, A100 = Gpu("NVIDIA H200", "9.0"), Gpu("NVIDIA H100", "9.0"), Gpu("A100", "8.0")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from compare.guards import GUARD, guarded, guarded_results, intact
+from compare.stress.guards import GUARD, guarded, guarded_results, intact
 from tests.hostile import TOKENS, hostile_cu_seqlens
 from tests.kernel_cases import assert_accurate, make_case
 from tests.kernel_contract import STREAM, WINDOW, both_kernels, cut
@@ -17,7 +17,7 @@ from tests.triton_kernels.adapter import (
     to_numpy,
     to_torch,
 )
-from triton_kernels.launches import is_behind
+from triton_kernels.launching.fast_path import is_behind
 
 
 @hostile_cu_seqlens(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from triton_kernels.launch import next_power_of_2
+from triton_kernels.launching.choose import next_power_of_2
 
 try:
     from transformers.vision_utils import (

@@ -1,0 +1,1 @@
+"""Whether kernels and towers agree: oracle, metrics and checks."""

@@ -1,0 +1,1 @@
+"""Timing: kernels, towers, fusing, rotation, tuning."""

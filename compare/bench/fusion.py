@@ -1,0 +1,124 @@
+"""How much of the rotation to fuse: every way, over segment lengths and widths of a head.
+
+The grid is segment length x head_dim at about 9,216 tokens in all, in both frameworks, and partial
+rotations at some of the lengths. `fuse="auto"` is not timed by itself: its time is that of the way
+which it takes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from compare.bench import ceilings as ceilings_module
+from compare.bench.ceilings import Ceilings
+from compare.bench.kernel_timing import QUICK, measure_all
+from compare.bench.warm_up import draw_inputs, warm_up
+from compare.common.console import print_missing, print_table, progress, say
+from compare.common.environment import has_gpu
+from compare.common.result_files import Record
+from compare.implementations import kernels
+from compare.implementations.kernels import FUSE, KernelImplementation
+from compare.report.fusion_table import best_table, cells_of, times_table, verdict_line
+from compare.workloads.kernels import DTYPES, SEGMENT_FRAMES, KernelWorkload, segments, variant
+
+# For each way of fusing, the twins.
+Ways = Mapping[str, Sequence[KernelImplementation]]
+
+HEAD_DIMS = (64, 72, 80, 128)
+# Where half and a quarter of a head rotate, down to a multiple of 4 dims: two axes, in pairs.
+_PARTIAL_LENGTHS = (64, 256, 1024, 9216)
+
+
+def grid() -> list[KernelWorkload]:
+    """Every cell: all dims rotated, then half and a quarter of them."""
+    whole = [
+        variant(segments(length), head_dim=head_dim)
+        for head_dim in HEAD_DIMS
+        for length in SEGMENT_FRAMES
+    ]
+    partial = [
+        variant(segments(length), head_dim=head_dim, rotary_dim=head_dim // part // 4 * 4)
+        for head_dim in HEAD_DIMS
+        for part in (2, 4)
+        for length in _PARTIAL_LENGTHS
+    ]
+    return [*whole, *partial]
+
+
+def our_ways() -> Ways:
+    """Both kernels, by the way of fusing."""
+    return {fuse: [kernels.triton(fuse), kernels.pallas(fuse)] for fuse in FUSE}
+
+
+def measure_fusion(
+    workloads: Sequence[KernelWorkload] | None = None, ways: Ways | None = None
+) -> tuple[list[Record], Ceilings]:
+    """Time every way of fusing on every workload; print the tables.
+
+    Args:
+        workloads: the cells; default grid().
+        ways: the implementations; default our_ways().
+
+    Returns:
+        A record for each way of each cell in each framework, and the ceilings.
+    """
+    ceilings = ceilings_module.measure()
+    workloads = grid() if workloads is None else workloads
+    ways = our_ways() if ways is None else ways
+    each = [(fuse, twin) for fuse, twins in ways.items() for twin in twins]
+    inputs = draw_inputs(workloads)
+    compiled = iter(warm_up([(i, w) for w in workloads for _, i in each], "compiling"))
+    records: list[Record] = []
+    for workload, drawn in zip(progress(workloads, "fusion"), inputs, strict=True):
+        measured = measure_all([next(compiled) for _ in each], workload, drawn, QUICK)
+        floor_us = ceilings.kernel_floor_us(workload.bytes_moved, workload.matrix_flops)
+        records += [
+            replace(
+                record.beside_floor(floor_us),
+                fuse=fuse,
+                details={
+                    "segment_length": int(workload.lengths.max()),
+                    "rotary_dim": workload.rotated_dims,
+                    "auto": default_fuse(implementation, workload),
+                },
+            )
+            for (fuse, implementation), record in zip(each, measured, strict=True)
+        ]
+    _print(records)
+    return records, ceilings
+
+
+def default_fuse(implementation: KernelImplementation, workload: KernelWorkload) -> str | None:
+    """What fuse="auto" means for a workload, asked of the implementation's package.
+
+    None where that is not installed.
+    """
+    shape = workload.head_dim, workload.rotated_dims, int(workload.lengths.max())
+    size = workload.tokens, workload.heads
+    try:
+        if implementation.framework == "torch":
+            import torch
+
+            from triton_kernels.launching.choose import launch_source
+            from triton_kernels.launching.hopper import auto_fuse
+
+            source = launch_source(0 if has_gpu() else None)
+            return auto_fuse(getattr(torch, workload.dtype), *shape, *size, source)
+        from pallas_kernels.launching.hopper import auto_fuse
+
+        return auto_fuse(DTYPES[workload.dtype], *shape, *size)
+    except ImportError:
+        return None
+
+
+def _print(records: Sequence[Record]) -> None:
+    cells = cells_of([record.to_json() for record in records])
+    print_table("Times of each way, by segment length", *times_table(cells))
+    print_table(
+        'The fastest way, and fuse="auto" over it where it takes another', *best_table(cells)
+    )
+    print_missing(
+        (f"{r.implementation} {r.fuse} on {r.workload}", r.note or "")
+        for r in records
+        if r.median_us is None
+    )
+    say(verdict_line(cells))

@@ -1,0 +1,90 @@
+"""How fast are the kernels and their strongest peers, on the named workloads of one GPU?"""
+
+from collections.abc import Sequence
+
+from compare.bench import ceilings as ceilings_module
+from compare.bench.ceilings import Ceilings
+from compare.bench.kernel_timing import measure_all
+from compare.bench.warm_up import warm_up
+from compare.common.console import number, print_missing, print_table, say
+from compare.common.errors import one_line
+from compare.common.result_files import Record
+from compare.implementations import kernels
+from compare.implementations.kernels import KernelImplementation
+from compare.workloads.kernels import KernelWorkload
+
+
+def all_implementations() -> list[KernelImplementation]:
+    """Ours and every peer; those that cannot run here are reported with the reason."""
+    from compare.implementations.peers_torch import torch_peers
+
+    ours = [kernels.triton(), kernels.pallas(), kernels.pallas_by_xla()]
+    found = [*ours, *torch_peers()]
+    try:
+        from compare.implementations.peers_jax import jax_peers
+    except ImportError as error:
+        say(f"No JAX peers: {one_line(error)}")
+        return found
+    return [*found, *jax_peers()]
+
+
+def bench_kernels(
+    workloads: Sequence[KernelWorkload],
+    measured: Sequence[KernelImplementation] | None = None,
+) -> tuple[list[Record], Ceilings]:
+    """Measure the GPU's ceilings and every implementation on every workload; print the tables.
+
+    Args:
+        workloads: what to measure on.
+        measured: default all_implementations().
+
+    Returns:
+        A record for each implementation of each workload, and the ceilings.
+    """
+    ceilings = ceilings_module.measure()
+    say(
+        f"Ceilings: copy {ceilings.copy_bytes_per_s / 1e12:.2f} TB/s "
+        f"(1 GiB: {ceilings.large_copy_bytes_per_s / 1e12:.2f}), "
+        f"bf16 products {ceilings.matrix_flops_per_s / 1e12:.0f} TFLOP/s"
+    )
+    measured = all_implementations() if measured is None else measured
+    # Peers are left to compile by themselves: some choose their kernels by timing them.
+    ours = [(i, workload) for workload in workloads for i in measured if i.ours]
+    compiled = iter(warm_up(ours, "compiling"))
+    records: list[Record] = []
+    for workload in workloads:
+        floor_us = ceilings.kernel_floor_us(workload.bytes_moved, workload.matrix_flops)
+        peers = workload.peers
+        chosen = [
+            next(compiled) if i.ours else i
+            for i in measured
+            if i.ours or peers is None or i.name in peers
+        ]
+        measured_here = measure_all(chosen, workload, description=workload.name)
+        of_workload = [record.beside_floor(floor_us) for record in measured_here]
+        _print(workload, floor_us, of_workload)
+        records += of_workload
+    return records, ceilings
+
+
+def _print(workload: KernelWorkload, floor_us: float, records: Sequence[Record]) -> None:
+    timed = sorted((r for r in records if r.median_us is not None), key=lambda r: r.median_us or 0)
+    print_table(
+        f"{workload.name}: {workload.tokens} tokens, {len(workload.lengths)} segments, "
+        f"{workload.heads} heads x {workload.head_dim}, {workload.dtype}, "
+        f"floor {number(floor_us)} us",
+        ("implementation", "us", "spread", "of floor", "profiler us", "kernels", "rel. RMS"),
+        [
+            [
+                record.implementation,
+                number(record.median_us),
+                number(record.spread_us, 2),
+                "" if record.share_of_floor is None else f"{record.share_of_floor:.0%}",
+                number(record.profiler_us),
+                number(record.kernels_per_call),
+                number(record.relative_rms_error),
+            ]
+            for record in timed
+        ],
+    )
+    print_missing((r.implementation, r.note or "") for r in records if r.median_us is None)

@@ -1,0 +1,308 @@
+"""How fast are the towers, ours and Hugging Face's, at real size on the named workloads?"""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from compare.agreement.metrics import relative_rms_error, tower_verdict
+from compare.bench import ceilings as ceilings_module
+from compare.bench.ceilings import Ceilings
+from compare.bench.jax_profiler import try_profile
+from compare.bench.timing import time_row, time_wall
+from compare.common.console import number, print_missing, print_table, progress, say
+from compare.common.result_files import Record
+from compare.implementations import huggingface
+from compare.implementations.towers import (
+    Directory,
+    HuggingFaceTower,
+    Tower,
+    TowerImplementation,
+    free_memory,
+    hugging_face_sdpa,
+    library_frame_towers,
+    our_towers,
+    peer_towers,
+)
+from compare.workloads import photographs
+from compare.workloads.towers import TowerWorkload
+from flax_models import VisionConfig
+
+_WARM_UP = 3
+_PROFILED_CALLS = 5  # of ours; of a peer, whose call may be 100,000 kernels, one
+_NAMED_KERNELS = 12  # the longest of a call, written to the result file by name
+
+Inputs = tuple[np.ndarray, np.ndarray]  # pixel_values, grid_thw
+
+
+def bench_towers(
+    workloads: Sequence[TowerWorkload], towers: Sequence[TowerImplementation] | None = None
+) -> tuple[list[Record], Ceilings]:
+    """Measure the GPU's ceilings and every tower on every workload; print the tables.
+
+    Each tower is loaded alone, so that its peak memory is its own.
+
+    Args:
+        workloads: what to measure on.
+        towers: what to measure beside the yardstick; default our two, also with libraries'
+            attention over frames, and their peers.
+
+    Returns:
+        A record for each tower on each workload, and the ceilings.
+
+    Raises:
+        UnavailableError: photographs or the yardstick of a family are not installed.
+    """
+    configs = list(dict.fromkeys(workload.config for workload in workloads))
+    photographs.photographs()
+    for config in configs:
+        huggingface.vision_classes(config.model_type)
+    ceilings = ceilings_module.measure()
+    if towers is None:
+        towers = [*our_towers(), *library_frame_towers(), *peer_towers()]
+    records = []
+    for config in configs:
+        of_config = [workload for workload in workloads if workload.config == config]
+        records += _bench_config(config, of_config, towers, ceilings)
+    return records, ceilings
+
+
+def _bench_config(
+    config: VisionConfig,
+    workloads: Sequence[TowerWorkload],
+    towers: Sequence[TowerImplementation],
+    ceilings: Ceilings,
+) -> list[Record]:
+    """Every implementation of one family's tower on its workloads."""
+    # From small to large, because JAX's peak memory only ever grows.
+    workloads = sorted(workloads, key=lambda workload: workload.tokens)
+    yardstick = hugging_face_sdpa()
+    try:
+        inputs = {workload.name: photographs.workload_input(workload) for workload in workloads}
+        with tempfile.TemporaryDirectory() as directory:
+            say(
+                f"Writing a random {config.model_type} checkpoint of {config.depth} layers, "
+                "then its fp32 embeddings"
+            )
+            huggingface.random_checkpoint(directory, config)
+            run = _Run(directory, workloads, inputs, _exact_embeddings(directory, inputs))
+            records = run.measure(yardstick, limits=None)
+            limits = {r.workload: r.relative_rms_error for r in records if r.relative_rms_error}
+            for implementation in progress(towers, "towers"):
+                records += run.measure(implementation, limits)
+    except Exception as error:  # nothing to judge by: keep what is measured of other families
+        blanks = [blank for each in (yardstick, *towers) for blank in _blanks(each, workloads)]
+        records = [blank.failed(error) for blank in blanks]
+    by_workload = {
+        workload.name: (
+            workload,
+            ceilings.tower_floor_us(workload.bytes_moved, workload.matrix_flops),
+        )
+        for workload in workloads
+    }
+    records = [_with_rates(record, *by_workload[record.workload]) for record in records]
+    for workload in workloads:
+        _print(workload, [record for record in records if record.workload == workload.name])
+    return records
+
+
+def _exact_embeddings(directory: Directory, inputs: dict[str, Inputs]) -> dict[str, torch.Tensor]:
+    with huggingface.true_fp32():
+        tower = HuggingFaceTower(huggingface.load(directory, torch.float32))
+        # Kept on the host: the peak memory of a tower is to be its own.
+        exact = {
+            name: tower.tensor(tower.encode(*tower.put(*arrays))).cpu()
+            for name, arrays in inputs.items()
+        }
+    del tower
+    free_memory()
+    return exact
+
+
+def _blanks(
+    implementation: TowerImplementation, workloads: Sequence[TowerWorkload]
+) -> list[Record]:
+    """Records without any number, of the workloads that the tower is timed on."""
+    named = implementation.workloads
+    return [
+        Record(workload.name, implementation.name, dtype="bfloat16", ours=implementation.ours)
+        for workload in workloads
+        if named is None or workload.name in named
+    ]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What every tower of a run is measured on."""
+
+    directory: Directory
+    workloads: Sequence[TowerWorkload]
+    inputs: dict[str, Inputs]
+    exact: dict[str, torch.Tensor]
+
+    def measure(
+        self, implementation: TowerImplementation, limits: dict[str, float] | None
+    ) -> list[Record]:
+        """One tower on its workloads; a failure is a record with the reason.
+
+        Args:
+            implementation: the tower, loaded here.
+            limits: the yardstick's error on each workload; None for the yardstick itself.
+        """
+        blanks = _blanks(implementation, self.workloads)
+        if not blanks:
+            return []
+        try:
+            free_memory()  # of the tower before
+            tower = implementation.load(self.directory)
+        except Exception as error:
+            return [blank.failed(error) for blank in blanks]
+        records = []
+        for blank in blanks:
+            record = replace(blank, framework=tower.framework)
+            try:
+                timed, embeddings = _time(tower, record, self.inputs[record.workload])
+                exact = self.exact[record.workload].to(embeddings.device)
+                error = relative_rms_error(embeddings, exact)
+                yardstick = error if limits is None else limits.get(record.workload)
+                judged = _judged(timed, error, yardstick, implementation.ours)
+                if judged.median_us is not None:
+                    judged = _profiled(tower, judged, self.inputs[record.workload])
+                records.append(judged)
+            except Exception as error:
+                records.append(record.failed(error))
+        times = ", ".join(f"{r.workload} {_ms(r.median_us)}" for r in records)
+        say(f"{implementation.name}, ms: {times}")
+        return records
+
+
+def _time(tower: Tower, record: Record, inputs: Inputs) -> tuple[Record, torch.Tensor]:
+    """Time whole calls; returns the record and the embeddings of the last timed call."""
+    arguments = tower.put(*inputs)
+    tower.reset_peak_memory()
+    embeddings = None
+
+    def call() -> Any:
+        nonlocal embeddings
+        embeddings = tower.encode(*arguments)
+        return embeddings
+
+    start = time.perf_counter()
+    tower.wait(call())
+    compile_s = time.perf_counter() - start
+    for _ in range(_WARM_UP):
+        tower.wait(call())
+    timing = time_wall(call, tower.wait)
+    timed = replace(
+        record,
+        median_us=timing.median_us,
+        spread_us=timing.spread_us,
+        compile_s=compile_s,
+        peak_memory_mib=tower.peak_memory_mib(),
+        # Last: the peak is to be a single call's.
+        row_us=time_row(call, tower.wait, timing.median_us).median_us,
+    )
+    return timed, tower.tensor(embeddings)
+
+
+def _profiled(tower: Tower, record: Record, inputs: Inputs) -> Record:
+    """The record with the time of a call's kernels, as far as the profiler can see, and of ours
+    with what it goes to.
+    """
+    arguments = tower.put(*inputs)
+    calls = _PROFILED_CALLS if record.ours else 1
+
+    def run() -> None:
+        for _ in range(calls):
+            tower.wait(tower.encode(*arguments))
+
+    seen = try_profile(run, calls)
+    if seen is None:
+        return record
+    groups = seen.by_group()
+    record = replace(
+        record, profiler_us=sum(groups.values()), kernels_per_call=seen.kernels_per_call
+    )
+    if not record.ours:
+        return record
+    kernels = dict(list(seen.by_kernel().items())[:_NAMED_KERNELS])
+    details = record.details | {"groups_us": groups, "kernels_us": kernels}
+    return replace(record, details=details)
+
+
+def _judged(record: Record, error: float, yardstick: float | None, ours: bool) -> Record:
+    """The record with its error, and without its timing where that breaks the rule."""
+    record = replace(record, relative_rms_error=error)
+    if yardstick is None:
+        return _untimed(record, "no bf16 yardstick to judge it by")
+    verdict = tower_verdict(error, yardstick, ours)
+    record = replace(record, error_limit=verdict.limit, passed=verdict.passed)
+    if not verdict.passed:
+        return _untimed(record, "the error breaks its rule")
+    return record
+
+
+def _untimed(record: Record, reason: str) -> Record:
+    note = f"not timed: {reason}"
+    return replace(record, median_us=None, spread_us=None, row_us=None, note=note)
+
+
+def _with_rates(record: Record, workload: TowerWorkload, floor_us: float) -> Record:
+    """The record beside its floor, with what it encodes in a second."""
+    record = record.beside_floor(floor_us)
+    if record.row_us is None:
+        return record
+    seconds = record.row_us / 1e6
+    rates = {"tokens_per_s": workload.tokens / seconds}
+    if workload.frames:
+        rates["frames_per_s"] = workload.frames / seconds
+    return replace(record, details=record.details | rates)
+
+
+def _ms(microseconds: float | None, digits: int = 3) -> str:
+    return number(None if microseconds is None else microseconds / 1e3, digits)
+
+
+def _print(workload: TowerWorkload, records: Sequence[Record]) -> None:
+    timed = [record for record in records if record.median_us is not None]
+    print_table(
+        f"{workload.name}: {workload.tokens} tokens, floor {_ms(records[0].floor_us)} ms",
+        (
+            *("tower", "ms", "spread", "x floor", "ms in a row", "x floor", "tokens/s"),
+            *("first call s", "peak MiB", "rel. RMS"),
+        ),
+        [
+            [
+                record.implementation,
+                _ms(record.median_us),
+                _ms(record.spread_us, 2),
+                number((record.median_us or 0) / (record.floor_us or 1)),
+                _ms(record.row_us),
+                number((record.row_us or 0) / (record.floor_us or 1)),
+                f"{record.details['tokens_per_s']:,.0f}",
+                number(record.compile_s),
+                number(record.peak_memory_mib, 5),
+                number(record.relative_rms_error),
+            ]
+            for record in sorted(timed, key=lambda r: r.median_us or 0)
+        ],
+    )
+    profiled = [record for record in timed if "groups_us" in record.details]
+    if profiled:
+        print_table(
+            f"{workload.name}: where the time goes, ms a call",
+            ("tower", *profiled[0].details["groups_us"], "between kernels"),
+            [
+                [
+                    record.implementation,
+                    *(_ms(group, 2) for group in record.details["groups_us"].values()),
+                    _ms((record.median_us or 0) - (record.profiler_us or 0), 2),
+                ]
+                for record in profiled
+            ],
+        )
+    print_missing((r.implementation, r.note or "") for r in records if r.median_us is None)

@@ -1,0 +1,228 @@
+"""What each part of `python -m compare` does: measure or check, and write the result file.
+
+Every `run_*` takes the parsed options and returns the exit status. Frameworks are imported late:
+what cannot run is refused first, and --help needs none of them.
+"""
+
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compare.common import environment, result_files
+from compare.common.console import say
+from compare.common.errors import InputError
+from compare.common.result_files import Record
+from compare.report.report import REPORT, read_readme, update_readme, write_report
+from compare.workloads.kernels import KERNEL_WORKLOADS, choose
+from compare.workloads.towers import INTEGRATION_WORKLOADS, TOWER_WORKLOADS
+
+if TYPE_CHECKING:
+    from compare.bench.ceilings import Ceilings
+
+AGREES, DISAGREES, BAD_INPUT = 0, 1, 2
+TUNED_KERNELS = ("window", "stream", "rotate")
+
+
+@dataclass(frozen=True)
+class _ResultFile:
+    """Where a part's results go. Made before anything is measured, to refuse a bad place at once.
+
+    Attributes:
+        part: its name.
+        path: None where results are not kept: those of interpreters, unless a place is named.
+    """
+
+    part: str
+    path: Path | None
+
+    def save(self, records: list[Record], ceilings: "Ceilings | None" = None) -> None:
+        if self.path is not None:
+            limits = ceilings and ceilings.to_json()
+            result_files.write(result_files.collect(self.part, records, limits), self.path)
+            say(f"Wrote {self.path}")
+
+
+def run_agreement(options: Namespace) -> int:
+    """Hold kernels and towers against each other and against fp64."""
+    return _check_agreement(options.json, options.results)
+
+
+def run_kernels(options: Namespace) -> int:
+    """Time the kernels, and the rotation as a pass of its own."""
+    from compare.bench.rotation import ROTATION_WORKLOADS, bench_rotation
+
+    chosen = choose(KERNEL_WORKLOADS | ROTATION_WORKLOADS, options.workload)
+    file = _benchmark_file(options, whole=not options.workload)
+    from compare.bench.kernels import bench_kernels
+
+    records, ceilings = bench_kernels([w for w in chosen if w.name in KERNEL_WORKLOADS])
+    rotations = [w for w in chosen if w.name in ROTATION_WORKLOADS]
+    return _keep(file, [*records, *bench_rotation(rotations, ceilings)], ceilings)
+
+
+def run_fusion(options: Namespace) -> int:
+    """Time every way of fusing."""
+    file = _benchmark_file(options)
+    from compare.bench.fusion import measure_fusion
+
+    return _keep(file, *measure_fusion())
+
+
+def run_tune(options: Namespace) -> int:
+    """Find the fastest launches, and put them into the packages where that is asked for."""
+    file = _benchmark_file(options)
+    from compare.bench.tune import TWINS, tune
+    from compare.bench.tuning_cases import tuning_cases
+
+    twins = [TWINS[name] for name in options.package or TWINS]
+    for twin in twins:  # refuse what cannot work before minutes of tuning
+        twin.gpu()
+        if options.write:
+            result_files.check_writable(twin.launch.TABLE_FILE)
+    cases = tuning_cases(tuple(options.kernel or TUNED_KERNELS))
+    records = []
+    for twin in twins:
+        table, choices = tune(twin, cases)
+        records += [record for choice in choices for record in choice.records]
+        if options.write:
+            launches = twin.launch.TABLE_FILE
+            result_files.write_text(table.to_text(), launches)
+            say(f"Wrote {launches}")
+    file.save(records)
+    return AGREES
+
+
+def run_towers(options: Namespace) -> int:
+    """Time the towers and Hugging Face's."""
+    workloads = choose(TOWER_WORKLOADS, options.workload)
+    file = _benchmark_file(options, whole=not options.workload)
+    from compare.bench.towers import bench_towers
+
+    return _keep(file, *bench_towers(workloads))
+
+
+def run_integration(options: Namespace) -> int:
+    """Time Hugging Face's tower with and without accelerate."""
+    workloads = choose(INTEGRATION_WORKLOADS, options.workload)
+    file = _benchmark_file(options, whole=not options.workload)
+    from compare.bench.towers import bench_towers
+    from compare.implementations.towers import accelerated_towers, peer_towers
+
+    return _keep(file, *bench_towers(workloads, [*accelerated_towers(), *peer_towers()]))
+
+
+def run_trust(options: Namespace) -> int:
+    """Put kernels and towers under stress."""
+    file = _result_file(options.part, options.json, options.results)
+    from compare.stress.stress import check_trust
+
+    records = check_trust(options.seconds)
+    file.save(records)
+    failed = [record for record in records if not record.passed]
+    if failed:
+        say(f"Stress found something in {len(failed)} of {len(records)} checks: see the table.")
+        return DISAGREES
+    say(f"Stress found nothing: {sum(record.details['cases'] for record in records)} cases.")
+    return AGREES
+
+
+def run_report(options: Namespace) -> int:
+    """Write the report, and renew a README's results where one is named."""
+    directory = options.results or result_files.DEFAULT_DIRECTORY
+    if options.readme is not None:
+        read_readme(options.readme)  # what cannot be renewed is refused before anything is written
+    out = write_report(directory, options.out or directory / REPORT)
+    say(f"Wrote {out}")
+    if options.readme is not None:
+        update_readme(options.readme, directory, out)
+        say(f"Renewed the results in {options.readme}")
+    return AGREES
+
+
+def run_everything(options: Namespace) -> int:
+    """All that a newcomer wants to see: the main parts on a GPU, else agreement on small shapes."""
+    if not environment.has_gpu():
+        status = _check_agreement(None, options.results)
+        say(
+            "No CUDA GPU here: the kernels ran in their interpreters, on small shapes. A GPU would "
+            "add agreement at real size, timings beside the peers', and the report."
+        )
+        return status
+    directory = options.results or result_files.DEFAULT_DIRECTORY
+    statuses = set()
+    for part in ("agreement", "kernels", "towers", "integration", "report"):
+        # A process of its own: peak memory counts from zero, and no part can spoil the next.
+        command = [sys.executable, "-m", "compare", part, "--results", str(directory)]
+        code = subprocess.run(command, check=False).returncode
+        # A part that was killed has a status of its own kind, which is no agreement either.
+        statuses.add(code if code in (AGREES, BAD_INPUT) else DISAGREES)
+    # What another part could not do must not hide that something is wrong.
+    return DISAGREES if DISAGREES in statuses else max(statuses)
+
+
+def _check_agreement(path: Path | None, directory: Path | None) -> int:
+    file = _result_file("agreement", path, directory)
+    from compare.agreement.kernels import check_kernels
+    from compare.agreement.towers import check_towers
+    from compare.workloads import photographs
+
+    photographs.photographs()  # refused now, where they are not installed, not after the kernels
+    records = [*check_kernels(), *check_towers()]
+    file.save(records)
+    outcomes = [record.passed for record in records if record.passed is not None]
+    if failed := outcomes.count(False):
+        say(f"Agreement FAILED: {failed} of {len(outcomes)} checks, marked in the tables.")
+        return DISAGREES
+    say(f"Agreement holds: {len(outcomes)} checks.")
+    return AGREES
+
+
+def _keep(file: _ResultFile, records: list[Record], ceilings: "Ceilings") -> int:
+    """Write what was timed; what fails of ours, or is wrong, fails the part. A peer has no time."""
+    file.save(records, ceilings)
+    failed = [
+        f"{r.implementation} on {r.workload}" for r in records if r.ours and r.passed is False
+    ]
+    if failed:
+        say(f"Ours failed, or its error breaks its rule: {', '.join(dict.fromkeys(failed))}.")
+        return DISAGREES
+    return AGREES
+
+
+def _benchmark_file(options: Namespace, whole: bool = True) -> _ResultFile:
+    """The place of a benchmark's results.
+
+    Those of some workloads alone do not take the place of a whole run's, unless a place is named.
+    """
+    if not environment.has_gpu():
+        raise InputError(f"{options.part} measures on a CUDA GPU, and this machine has none")
+    if whole or options.json or options.results:
+        return _result_file(options.part, options.json, options.results)
+    _check_pytorch()
+    say("Results of some workloads alone are not kept, unless --json or --results says where.")
+    return _ResultFile(options.part, None)
+
+
+def _result_file(part: str, path: Path | None, directory: Path | None) -> _ResultFile:
+    """The place that is named, or else the default one; what cannot work is refused here."""
+    if environment.has_gpu():
+        _check_pytorch()
+        directory = directory or result_files.DEFAULT_DIRECTORY
+    if path is None and directory is not None:
+        path = result_files.default_path(part, environment.device_name(), directory)
+    if path is not None:
+        result_files.check_writable(path)
+    return _ResultFile(part, path)
+
+
+def _check_pytorch() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError(
+            f"there is a CUDA GPU here, but PyTorch {torch.__version__} does not see it: install "
+            "PyTorch with CUDA, or hide the GPU by CUDA_VISIBLE_DEVICES= to compare on the CPU"
+        )

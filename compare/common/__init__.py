@@ -1,0 +1,1 @@
+"""What all rooms share: console, environment, errors, result files."""

@@ -1,0 +1,235 @@
+"""Result files: what was measured, on what, with which versions, written whole or not at all.
+
+A file is a JSON object with `part`, `device`, `driver`, `versions`, `date`, `ceilings` and a list
+`records`, one for each implementation of each workload. Somebody may add a `note` by hand: what
+else has to be known of the run; reports show it.
+"""
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from compare.common import environment
+from compare.common.errors import InputError, UnavailableError, one_line
+
+DEFAULT_DIRECTORY = Path(__file__).parents[1] / "results"
+_Number = float | int | None
+_REQUIRED = {"device": str, "driver": str | None, "versions": dict, "date": str, "records": list}
+_ALWAYS_WRITTEN = {
+    "workload": str,
+    "implementation": str,
+    "median_us": _Number,
+    "floor_us": _Number,
+    "relative_rms_error": _Number,
+}
+# What reports read besides from every record of a part.
+_OF_PART = {
+    "fusion": {
+        "fuse": str,
+        "head_dim": int,
+        "rotary_dim": int,
+        "segment_length": int,
+        "auto": str | None,
+    },
+    "trust": {"tried": str, "cases": int, "findings": int, "passed": bool},
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One implementation on one workload. Fields that do not apply are None and are not written.
+
+    Attributes:
+        median_us: microseconds a call, None where there is no timing; `note` then says why.
+        spread_us: 90th minus 10th percentile of the same samples: of whole calls, but of kernels in
+            PyTorch of means over some milliseconds.
+        row_us: microseconds a call of calls in a row, of which only the last is waited for.
+        floor_us: the least time that the measured ceilings allow.
+        share_of_floor: floor_us / median_us.
+        relative_rms_error: of the very output that was timed.
+        error_limit: what the error was held to.
+        profiler_us: device time of the call's kernels by the profiler that times both frameworks.
+        kernels_per_call: kernels and copies that the profiler saw in one call.
+        compile_s: the first call, compilation included.
+        peak_memory_mib: most device memory in use, weights included.
+        layer: the record's layer in a tower, from 0.
+        ours: whether what was timed is ours, where a wrong result or none is a failure.
+        details: further values, written beside the others.
+    """
+
+    workload: str
+    implementation: str
+    median_us: float | None = None
+    floor_us: float | None = None
+    relative_rms_error: float | None = None
+    framework: str | None = None
+    dtype: str | None = None
+    head_dim: int | None = None
+    heads: int | None = None
+    fuse: str | None = None
+    spread_us: float | None = None
+    row_us: float | None = None
+    share_of_floor: float | None = None
+    profiler_us: float | None = None
+    kernels_per_call: float | None = None
+    compile_s: float | None = None
+    peak_memory_mib: float | None = None
+    layer: int | None = None
+    error_limit: float | None = None
+    ours: bool | None = None
+    passed: bool | None = None
+    note: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def beside_floor(self, floor_us: float) -> "Record":
+        """The record with its floor, and with its share of it where there is a timing."""
+        share = floor_us / self.median_us if self.median_us else None
+        return replace(self, floor_us=floor_us, share_of_floor=share)
+
+    def failed(self, error: BaseException) -> "Record":
+        """The record with the reason why it has no numbers.
+
+        Ours has not passed then, unless the error says that it cannot run here.
+        """
+        missing = isinstance(error, ImportError)
+        excused = missing or isinstance(error, UnavailableError)
+        note = f"not installed: {one_line(error)}" if missing else one_line(error)
+        return replace(self, passed=False if self.ours and not excused else None, note=note)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as it is written: required fields always, others where they say something."""
+        values = {name: _finite(value) for name, value in asdict(self).items()}
+        details = values.pop("details")
+        return {k: v for k, v in values.items() if v is not None or k in _ALWAYS_WRITTEN} | details
+
+
+_FIELDS = {
+    name: kind | int if kind == float | None else kind  # JSON has one kind of number
+    for name, kind in get_type_hints(Record).items()
+    if name != "details"  # are written beside the others
+}
+
+
+@dataclass(frozen=True)
+class Results:
+    """The content of one result file."""
+
+    part: str
+    device: str
+    driver: str | None
+    versions: dict[str, str]
+    date: str
+    records: list[dict[str, Any]]
+    ceilings: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    def of(self, workload: str) -> list[dict[str, Any]]:
+        """The workload's records, in the order of measurement."""
+        return [record for record in self.records if record["workload"] == workload]
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: such a number is missing."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def collect(part: str, records: list[Record], ceilings: dict[str, float] | None = None) -> Results:
+    """Put this machine's name, driver, versions and the time beside what was measured."""
+    return Results(
+        part=part,
+        device=environment.device_name(),
+        driver=environment.driver_version(),
+        versions=environment.versions(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        records=[record.to_json() for record in records],
+        ceilings=ceilings or {},
+    )
+
+
+def default_path(part: str, device: str, directory: Path = DEFAULT_DIRECTORY) -> Path:
+    """Where a part's results belong: <directory>/<device>/<part>.json."""
+    return directory / environment.slug(device) / f"{part}.json"
+
+
+def check_writable(path: Path) -> None:
+    """Make sure that a file can be written before hours are spent on its content.
+
+    Raises:
+        InputError: its directory cannot be made or written, its name is too long, or the path is a
+            directory or device.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # What is written is moved there, and would take a device's place.
+        if path.exists() and not path.is_file():
+            raise InputError(f"cannot write results to {path}: it is no regular file")
+        _unfinished(path).touch()
+        _unfinished(path).unlink()
+    except OSError as error:
+        raise InputError(f"cannot write results to {path}: {error.strerror}") from None
+
+
+def write(results: Results, path: Path) -> None:
+    """Write a result file in one step: a reader sees the old file or the new one, never half.
+
+    Raises:
+        InputError: the place cannot be written.
+    """
+    check_writable(path)
+    write_text(json.dumps(asdict(results), indent=1, allow_nan=False) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a file in one step.
+
+    Raises:
+        InputError: the place cannot be written, or there is no room left.
+    """
+    unfinished = _unfinished(path)
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+
+
+def read(path: Path) -> Results:
+    """Read a result file.
+
+    Raises:
+        InputError: no such file, not JSON, or not a result file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read results from {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path} is no result file: it holds no JSON object")
+    if missing := _missing(content, _REQUIRED):
+        raise InputError(f"{path} is no result file: it lacks a valid {missing}")
+    known = {name: content[name] for name in Results.__dataclass_fields__ if name in content}
+    found = Results(**({"part": path.stem} | known))
+    wanted = _ALWAYS_WRITTEN | _OF_PART.get(found.part, {})
+    for record in found.records:
+        stated = {name: record.get(name) for name in _FIELDS} if isinstance(record, dict) else {}
+        if missing := _missing(record, wanted) or _missing(stated, _FIELDS):
+            raise InputError(f"{path} is no result file: a record lacks a valid {missing}")
+    return found
+
+
+def _missing(value: Any, wanted: dict[str, Any]) -> str:
+    """Names of fields that an object does not have, or of another type; empty where it has all."""
+    has = value if isinstance(value, dict) else {}
+    return ", ".join(
+        name for name, kind in wanted.items() if not isinstance(has.get(name, ...), kind)
+    )

@@ -1,0 +1,1 @@
+"""What is compared: ours, its peers, and Hugging Face."""

@@ -1,0 +1,104 @@
+"""The two kernels that the project is about, as agreement and timing call them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from compare.common.environment import has_gpu
+from compare.common.errors import UnavailableError
+from compare.workloads.kernels import KernelWorkload
+
+# (qkv, cos, sin, cu_seqlens) of the implementation's framework -> [tokens, heads, head_dim]
+KernelCall = Callable[[Any, Any, Any, Any], Any]
+FUSE = ("qk", "q", "none")
+
+
+@dataclass(frozen=True)
+class KernelImplementation:
+    """A named way to compute the operation.
+
+    Attributes:
+        name: as in tables and result files.
+        framework: whose arrays the call takes.
+        prepare: makes the call for one workload; raises UnavailableError or ImportError with the
+            reason where it cannot run here, and whatever a library raises where that fails.
+        ours: held to the numerics rules; what is not ours is a peer, there to be timed.
+    """
+
+    name: str
+    framework: Literal["torch", "jax"]
+    prepare: Callable[[KernelWorkload], KernelCall]
+    ours: bool = False
+
+
+def triton(fuse: str = "auto") -> KernelImplementation:
+    """The Triton kernel; interpreted where there is no GPU."""
+    return KernelImplementation("triton", "torch", partial(_prepare_triton, fuse=fuse), ours=True)
+
+
+def pallas(fuse: str = "auto") -> KernelImplementation:
+    """The Pallas kernel; interpreted where there is no GPU."""
+    return KernelImplementation("pallas", "jax", partial(_prepare_pallas, fuse=fuse), ours=True)
+
+
+def pallas_by_xla() -> KernelImplementation:
+    """The Pallas kernel as XLA compiles it, which it does where Triton is not installed."""
+    return KernelImplementation("pallas by XLA", "jax", _prepare_pallas_by_xla, ours=True)
+
+
+def require_jax_gpu() -> None:
+    """Make sure that JAX runs where PyTorch does.
+
+    Raises:
+        UnavailableError: there is a GPU and JAX does not use it.
+    """
+    import jax
+
+    if has_gpu() and jax.default_backend() != "gpu":
+        raise UnavailableError(
+            f"JAX runs on {jax.default_backend()}, not on the GPU: install jax with CUDA"
+        )
+
+
+def _prepare_triton(workload: KernelWorkload, fuse: str) -> KernelCall:
+    from triton_kernels import fused_rope_attention_qkvpacked
+
+    return partial(
+        fused_rope_attention_qkvpacked,
+        max_seqlen=int(workload.lengths.max()),
+        fuse=fuse,
+        implementation="triton",
+    )
+
+
+def _prepare_pallas(workload: KernelWorkload, fuse: str = "auto") -> KernelCall:
+    import jax
+
+    from pallas_kernels import fused_rope_attention_qkvpacked
+
+    require_jax_gpu()
+    return jax.jit(
+        partial(
+            fused_rope_attention_qkvpacked,
+            max_seqlen=int(workload.lengths.max()),
+            fuse=fuse,
+            implementation="triton",
+        )
+    )
+
+
+def _prepare_pallas_by_xla(workload: KernelWorkload) -> KernelCall:
+    import jax
+
+    from pallas_kernels.launching.compile import compiler, compiling_by
+
+    if compiler() == "xla":
+        raise UnavailableError("XLA compiles every Pallas kernel here")
+    attend = _prepare_pallas(workload)
+
+    def traced(*arguments: Any) -> Any:
+        with compiling_by("xla"):
+            return attend(*arguments)
+
+    return jax.jit(traced)

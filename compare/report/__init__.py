@@ -1,0 +1,1 @@
+"""Reports, charts and tables from result files."""

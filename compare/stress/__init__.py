@@ -1,0 +1,1 @@
+"""Kernels and towers under stress."""

@@ -1,0 +1,168 @@
+"""Inputs of the stress checks: random, hostile, and with extreme numbers; how much is tried."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from compare.workloads.kernels import DTYPES, KernelInputs
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is tried.
+
+    Attributes:
+        hostile: hostile cu_seqlens, each in turn on another kernel and way of fusing.
+        runs: repetitions of one call.
+        heads, head_dim: of everything but the largest.
+        far_tokens, far_heads: of the packed qkv that is checked at its far end.
+        long_segment: tokens of a single segment.
+        segments: of a call with very many.
+        fuse: the ways of fusing.
+        lengths, starts: of a segment that is moved about; the first start is 0.
+    """
+
+    hostile: int
+    runs: int
+    heads: int
+    head_dim: int
+    far_tokens: int
+    far_heads: int
+    long_segment: int
+    segments: int
+    fuse: tuple[str, ...]
+    lengths: tuple[int, ...]
+    starts: tuple[int, ...]
+
+
+ON_GPU = Sizes(
+    hostile=6000, runs=50, heads=4, head_dim=80, far_tokens=600_000, far_heads=16,
+    long_segment=131_072, segments=100_000, fuse=("qk", "q", "none"), lengths=(1, 29, 32, 150),
+    starts=(0, 1, 7, 16, 33, 63, 64, 65, 97, 128, 200, 250),
+)  # fmt: skip
+ON_CPU = Sizes(
+    hostile=40, runs=2, heads=1, head_dim=8, far_tokens=320, far_heads=1,
+    long_segment=140, segments=40, fuse=("qk",), lengths=(29,), starts=(0, 33, 70),
+)  # fmt: skip
+
+
+def draw(
+    lengths: np.ndarray | list[int],
+    sizes: Sizes,
+    dtype: str = "bfloat16",
+    *,
+    heads: int | None = None,
+    padding: int = 0,
+    seed: int = 0,
+    distinct: int | None = None,
+) -> KernelInputs:
+    """Random inputs for segments of these lengths.
+
+    Args:
+        lengths: tokens of each segment.
+        sizes: for heads and head_dim.
+        dtype: a key of DTYPES.
+        heads: instead of the sizes' own.
+        padding: tokens of no segment, behind the others.
+        seed: of everything random.
+        distinct: rows that are drawn and then repeated; None: every row is its own.
+    """
+    rng = np.random.default_rng(seed)
+    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+    tokens = int(cu_seqlens[-1]) + padding
+    rows = min(tokens, distinct or tokens)
+    shape = (rows, 3, heads or sizes.heads, sizes.head_dim)
+    qkv = rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[dtype])
+    angles = rng.uniform(-8, 8, (rows, sizes.head_dim // 2))
+    row = np.arange(tokens) % max(rows, 1)
+    longest = int(np.max(lengths, initial=0))
+    cos, sin = (f(angles).astype(np.float32)[row] for f in (np.cos, np.sin))
+    return KernelInputs(qkv[row], cos, sin, cu_seqlens, longest)
+
+
+def hostile_cu_seqlens(rng: np.random.Generator, segments: int, tokens: int) -> np.ndarray:
+    """[segments + 1] int32 of any content: around the tensor, across int32, repeated, decreasing.
+
+    Args:
+        rng: source of randomness.
+        segments: number of segments.
+        tokens: rows of the tensors that they should lie in.
+    """
+    values = rng.integers(-3, tokens + 10, segments + 1)
+    anywhere = rng.integers(-(2**31), 2**31, segments + 1)
+    extreme = rng.choice([-(2**31), -1, 0, tokens, tokens + 1, 2**31 - 1], segments + 1)
+    for others in (anywhere, extreme):
+        values = np.where(rng.random(segments + 1) < rng.choice([0, 0.1, 0.4]), others, values)
+    if rng.random() < 0.4:
+        values = np.sort(values)[:: rng.choice([-1, 1])]
+    if rng.random() < 0.2:
+        values = np.repeat(values, 2)[: segments + 1]
+    return values.astype(np.int32)
+
+
+def refusable(cu_seqlens: np.ndarray, tokens: int, max_seqlen: int) -> np.ndarray:
+    """Mask [tokens] of the rows of segments longer than max_seqlen, which may come out as NaN.
+
+    Args:
+        cu_seqlens: [segments + 1] int32 of any content; forced into the tensors as the kernels do.
+        tokens: rows of the tensors.
+        max_seqlen: the bound that the kernel is given.
+    """
+    rows = np.zeros(tokens, bool)
+    for start, end in itertools.pairwise(np.clip(cu_seqlens, 0, tokens).tolist()):
+        if end - start > max_seqlen:
+            rows[start:end] = True
+    return rows
+
+
+def _unrotated(inputs: KernelInputs, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> KernelInputs:
+    """Q, k, v [tokens, heads, head_dim] with angles of 0: logits are the products as written."""
+    qkv = np.stack([q, k, v], axis=1).astype(inputs.qkv.dtype)
+    return replace(inputs, qkv=qkv, cos=np.ones_like(inputs.cos), sin=np.zeros_like(inputs.sin))
+
+
+def _parts(inputs: KernelInputs) -> list[np.ndarray]:
+    return list(inputs.qkv.astype(np.float32).transpose(1, 0, 2, 3))
+
+
+def _large_logits(inputs: KernelInputs) -> KernelInputs:
+    """All logits near 1e4, their differences those of the random part."""
+    q, k, v = _parts(inputs)
+    # Multiples of a half: fp32 sums of their products are exact in any order.
+    q, k = np.round(2 * q) / 2, np.round(2 * k) / 2
+    q[..., 0], k[..., 0] = 256, 4 * round(1e4 / 1024 / q.shape[-1] ** -0.5)
+    return _unrotated(inputs, q, k, v)
+
+
+def _equal_rows(inputs: KernelInputs) -> KernelInputs:
+    """Every query and every key is the same row: the result is the mean of v."""
+    q, k, v = _parts(inputs)
+    q[:], k[:] = q[0], k[0]
+    return _unrotated(inputs, q, k, v)
+
+
+def _dominant_key(inputs: KernelInputs) -> KernelInputs:
+    """The first key of each segment outweighs all others by thousands."""
+    q, k, v = _parts(inputs)
+    q[..., 0], k[..., 0] = 256, 0
+    k[inputs.cu_seqlens[:-1], :, 0] = 256
+    return _unrotated(inputs, q, k, v)
+
+
+def _near_overflow(inputs: KernelInputs) -> KernelInputs:
+    """Values of v just below fp16's largest, and one key that q and k just below it choose."""
+    q, k, v = _parts(inputs)
+    v = np.sign(v) * 65504
+    q[..., 0], k[..., 0] = 60000, 0
+    k[inputs.cu_seqlens[:-1], :, 0] = 60000
+    return _unrotated(inputs, q, k, v)
+
+
+EXTREMES: dict[str, Callable[[KernelInputs], KernelInputs]] = {
+    "logits of 1e4": _large_logits,
+    "all rows equal": _equal_rows,
+    "one dominant key": _dominant_key,
+    "near fp16's largest": _near_overflow,
+}

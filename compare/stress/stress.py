@@ -1,0 +1,149 @@
+"""Stress for kernels and towers: every check, how many cases it went through, what came out."""
+
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from compare.agreement.towers import SMALL_TOWERS
+from compare.common.console import print_table, progress
+from compare.common.environment import has_gpu
+from compare.common.errors import one_line
+from compare.common.result_files import Record
+from compare.implementations import huggingface
+from compare.implementations.towers import TowerImplementation, free_memory, our_towers
+from compare.stress import inputs, kernels, server
+from compare.stress.inputs import Sizes
+from compare.stress.kernels import Findings
+from compare.stress.server import Traffic
+from compare.stress.subjects import SUBJECTS, Subject
+from flax_models import VisionConfig
+
+# The 7B tower's sizes, a few layers of it: a server's life is about calls, not about depth.
+SERVER_CONFIG = VisionConfig(depth=4, out_hidden_size=256, fullatt_block_indexes=(3,))
+SERVER = "server"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One kind of stress.
+
+    Attributes:
+        name: as in result files.
+        tried: in words, for the report.
+        run: goes through the cases of one kernel.
+    """
+
+    name: str
+    tried: str
+    run: Callable[[Subject, Sizes], Findings]
+
+
+CHECKS = (
+    Check(
+        "hostile",
+        "cu_seqlens of any int32 content, guards around every tensor (triton)",
+        kernels.hostile,
+    ),
+    Check("poison", "NaN and infinity in one segment or in padding", kernels.poison),
+    Check(
+        "huge",
+        "{0.far_tokens:,} tokens x {0.far_heads} x 80 packed, a segment of {0.long_segment:,} "
+        "tokens, {0.segments:,} segments, one token, none",
+        kernels.huge,
+    ),
+    Check("determinism", "{0.runs} runs of each call, bit by bit", kernels.determinism),
+    Check("place", "a segment moved about among others, bit by bit", kernels.place),
+    Check(
+        "numerics",
+        "logits of 1e4, equal rows, one dominant key, values near fp16's largest",
+        kernels.numerics,
+    ),
+)
+
+
+def check_trust(
+    seconds: float,
+    *,
+    checks: Sequence[Check] = CHECKS,
+    subjects: Sequence[Subject] = SUBJECTS,
+    towers: Sequence[TowerImplementation] | None = None,
+) -> list[Record]:
+    """Put kernels and towers under stress and print the table.
+
+    Args:
+        seconds: after which no more calls are made of a tower, however many are left.
+        checks: of the kernels.
+        subjects: the kernels.
+        towers: default our two.
+
+    Returns:
+        A record for each check of each kernel and tower; `note` holds its first finding, `details`
+        the number of `cases` and of `findings`.
+    """
+    sizes = inputs.ON_GPU if has_gpu() else inputs.ON_CPU
+    pairs = [(check, subject) for check in checks for subject in subjects]
+    records = [
+        _kernel_record(check, subject, sizes) for check, subject in progress(pairs, "kernels")
+    ]
+    traffic, config = server.ON_CPU, SMALL_TOWERS["tower"]
+    if has_gpu():
+        traffic, config = server.ON_GPU, SERVER_CONFIG
+    for tower in our_towers() if towers is None else towers:
+        records.append(_server_record(tower, config, traffic, seconds))
+        free_memory()
+    _print(records)
+    return records
+
+
+def _kernel_record(check: Check, subject: Subject, sizes: Sizes) -> Record:
+    cases, findings = 0, []
+    try:
+        with np.errstate(all="ignore"):  # NaN and infinity are meant, Triton's interpreter is NumPy
+            for finding in check.run(subject, sizes):
+                cases += 1
+                findings += [finding] if finding else []
+    except Exception as error:  # a kernel that fails is a finding: the others still count
+        findings.append(one_line(error))
+    return _record(check.name, subject.name, check.tried.format(sizes), cases, findings)
+
+
+def _server_record(
+    implementation: TowerImplementation, config: VisionConfig, traffic: Traffic, seconds: float
+) -> Record:
+    tried = f"calls of {traffic.requests} random sizes from {traffic.threads} threads"
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            huggingface.random_checkpoint(directory, config)
+            tower = implementation.load(directory)
+        life = server.live(tower, config, traffic, seconds)
+    except Exception as error:  # a tower that fails is a finding: the other still counts
+        return _record(SERVER, implementation.name, tried, 0, [one_line(error)])
+    growth = {"host_growth_mib": life.host_growth_mib, "device_growth_mib": life.device_growth_mib}
+    return _record(SERVER, implementation.name, tried, life.calls, life.findings, **growth)
+
+
+def _record(
+    check: str, name: str, tried: str, cases: int, findings: Sequence[str], **details: float
+) -> Record:
+    if not cases and not findings:
+        findings = ["no case was tried"]
+    return Record(
+        check,
+        name,
+        passed=not findings,
+        note=findings[0] if findings else None,
+        details={"tried": tried, "cases": cases, "findings": len(findings), **details},
+    )
+
+
+def _print(records: Iterable[Record]) -> None:
+    """One row for each check of each kernel and tower."""
+    rows = []
+    for record in records:
+        outcome = "nothing wrong"
+        if not record.passed:
+            outcome = f"FAILED {record.details['findings']} times, first: {record.note}"
+        rows.append((record.workload, record.implementation, f"{record.details['cases']}", outcome))
+    print_table("Stress", ("check", "of", "cases", "what came out"), rows)

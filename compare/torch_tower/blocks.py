@@ -1,0 +1,199 @@
+"""The layers of the vision towers in PyTorch, the twin of `flax_models.blocks`.
+
+What differs between families is `config.family`'s. Every layer takes and returns
+[tokens, channels] in the tower's dtype. Parameters are named as `tower_weights` names them.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compare.torch_tower.attention import Segments, attend
+from compare.torch_tower.gated import Biases, add_product
+from compare.torch_tower.gated_product import gated_product
+from flax_models import VisionConfig
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) x weight, in fp32 and rounded once."""
+
+    def __init__(self, features: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+_NORMS = {"rms": RMSNorm, "layer": nn.LayerNorm}
+
+
+def _norm(config: VisionConfig, features: int) -> nn.Module:
+    return _NORMS[config.family.norm](features, config.norm_eps)
+
+
+class PatchEmbed(nn.Module):
+    """The convolution over patches, which do not overlap: one product with flattened patches."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.patch_dim, config.hidden_size, config.family.patch_bias)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        return self.proj(patches.to(self.proj.weight.dtype))
+
+
+class PositionTable(nn.Module):
+    """A square of learned embeddings, stretched over each frame, corners onto corners.
+
+    Between its entries it is interpolated bilinearly.
+    """
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.side = config.position_table_side
+        self.weight = nn.Parameter(torch.zeros(self.side**2, config.hidden_size))
+
+    def forward(self, positions: torch.Tensor, frame_sizes: torch.Tensor) -> torch.Tensor:
+        """Embeddings fp32 [tokens, hidden_size] of `Layout`'s arrays of these names."""
+        stretched = positions.float() * (self.side - 1) / (frame_sizes - 1).clamp(min=1)
+        floor = stretched.floor()
+        upper_share = stretched - floor
+        entries = torch.stack([floor, floor + 1], dim=-1).int()  # [tokens, axis, lower-upper]
+        row, column = entries.clamp(max=self.side - 1).unbind(dim=1)
+        shares = torch.stack([1 - upper_share, upper_share], dim=-1)
+        corners = (row[:, :, None] * self.side + column[:, None, :]).view(-1, 4)
+        weights = (shares[:, 0, :, None] * shares[:, 1, None, :]).view(-1, 4, 1)
+        return (self.weight[corners].float() * weights).sum(dim=1)
+
+
+class Attention(nn.Module):
+    """Self-attention within segments, without the product `proj` that the block ends it by."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.head_dim = config.head_dim
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        proj_bias = not config.family.late_norm
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size, proj_bias)
+
+    def forward(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
+        tokens = x.shape[0]
+        qkv = self.qkv(x).view(tokens, 3, self.num_heads, self.head_dim)
+        return attend(qkv, segments).view(tokens, -1)
+
+
+def _quick_gelu(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    y = linear(x)
+    return y * torch.sigmoid(1.702 * y)
+
+
+def _gelu_tanh(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    if x.is_cuda:  # cuBLAS applies it to the product; on a CPU the operator is the exact GELU
+        return torch._addmm_activation(linear.bias, x, linear.weight.t(), use_gelu=True)
+    return F.gelu(linear(x), approximate="tanh")
+
+
+_ACTIVATED = {"quick_gelu": _quick_gelu, "gelu_pytorch_tanh": _gelu_tanh}
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))); widths as `tower_weights` pads."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        width = config.aligned_intermediate_size
+        self.activation = config.family.activation
+        self.up = nn.Linear(config.hidden_size, width)
+        self.down = nn.Linear(width, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(_ACTIVATED[self.activation](self.up, x))
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each after a norm and added to the residual stream.
+
+    Compiled by itself, a block begins and ends with the residual stream in memory. That is why it
+    ends with the norm that the next block begins with: a sum and its norm are one kernel.
+    """
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.norm1 = _norm(config, config.hidden_size)
+        self.attn = Attention(config)
+        self.norm2 = _norm(config, config.hidden_size)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: torch.Tensor, normed: torch.Tensor, segments: Segments, next_norm: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From x and norm1(x) to the layer's output y and next_norm(y)."""
+        x = x + self.attn.proj(self.attn(normed, segments))
+        x = x + self.mlp(self.norm2(x))
+        return x, next_norm(x)
+
+
+class LateNormMLP(nn.Module):
+    """norm2, MLP and residual sum of a layer, the norm as `compare.torch_tower.gated` applies it.
+
+    Gate and up are one product; weights and widths are as `tower_weights` makes them.
+    """
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.aligned_intermediate_size
+        self.eps = config.norm_eps
+        self.gate_up = nn.Linear(hidden, 2 * width, bias=False)
+        self.stream_bias = nn.Parameter(torch.zeros(hidden))
+        self.product_bias = nn.Parameter(torch.zeros(2 * width))
+        self.bias = nn.Parameter(torch.zeros(2 * width))
+        self.down = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, stream: torch.Tensor, implementation: str) -> None:
+        biases = Biases(self.stream_bias, self.product_bias, self.bias)
+        activated = gated_product(stream, self.gate_up.weight, biases, self.eps, implementation)
+        add_product(stream, activated, self.down.weight)
+
+
+class LateNormBlock(nn.Module):
+    """One layer whose second norm is applied behind the MLP's first product.
+
+    Both residual sums are within products, which are faster without a bias: the MLP adds that of
+    the attention's output too.
+    """
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.norm1 = _norm(config, config.hidden_size)
+        self.attn = Attention(config)
+        self.mlp = LateNormMLP(config)
+
+    def forward(
+        self, x: torch.Tensor, normed: torch.Tensor, segments: Segments, next_norm: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From x and norm1(x) to the layer's output y, in the memory of x, and next_norm(y)."""
+        add_product(x, self.attn(normed, segments), self.attn.proj.weight)
+        self.mlp(x, segments.implementation)
+        return x, next_norm(x)
+
+
+class PatchMerger(nn.Module):
+    """The tokens of each merge unit, which lie side by side, into one embedding.
+
+    The norm is each token's or, in DeepStack's mergers (`norm_merged`), the merge unit's.
+    """
+
+    def __init__(self, config: VisionConfig, norm_merged: bool = False) -> None:
+        super().__init__()
+        self.merged_size = config.merge_unit * config.hidden_size
+        self.normed_size = self.merged_size if norm_merged else config.hidden_size
+        self.norm = _norm(config, self.normed_size)
+        self.fc1 = nn.Linear(self.merged_size, self.merged_size)
+        self.fc2 = nn.Linear(self.merged_size, config.out_hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x.view(-1, self.normed_size))
+        return self.fc2(F.gelu(self.fc1(normed.view(-1, self.merged_size))))

@@ -1,0 +1,366 @@
+"""The Qwen-VL vision towers in PyTorch, the twin of `flax_models.tower`; inference only.
+
+Built from the same arrays, with the same call. On a GPU `torch.compile` fuses what lies between the
+matrix products and the attention, and each bucket's pass is recorded once as a CUDA graph.
+"""
+
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compare.torch_tower.attention import check_known, check_provider, layout_segments
+from compare.torch_tower.blocks import Block, LateNormBlock, PatchEmbed, PatchMerger, PositionTable
+from compare.torch_tower.device import as_tensor, find_device, free_memory
+from compare.torch_tower.graphs import GraphCache, first_rows
+from compare.torch_tower.inputs import layout_tensors, patches_tensor
+from flax_models import Layout, VisionConfig, choose_bucket, plan_layout, read_checkpoint
+from flax_models.common.buckets import (
+    Bucket,
+    bucket_of_equal_frames,
+    check_token_buckets,
+    exact_bucket,
+)
+from flax_models.common.config import check_head_dim
+from flax_models.common.grid import as_grid
+from flax_models.common.memory import check_memory
+from flax_models.common.weights import tower_weights
+from triton_kernels.attention import runs_kernel
+
+# With DeepStack also the features of some blocks.
+Embeddings = torch.Tensor | tuple[torch.Tensor, tuple[torch.Tensor, ...]]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Every elementwise kernel gets the first of the launches that Inductor knows, eight elements a
+# thread. Left to tune, it would keep the fastest at the first call's size for all sizes to come: a
+# small image cannot tell them apart, and at 9,216 tokens the other takes 1.5 times as long.
+COMPILER_OPTIONS = {"triton.autotune_pointwise": False}
+_VARIANTS = 256  # of one compiled function that a process may have; 8 by default
+
+
+class VisionTower(nn.Module):
+    """A vision tower; `load_vision_tower` makes one that holds a checkpoint's weights.
+
+    Attributes:
+        config: the tower's configuration.
+        implementation: of the attention, as in `triton_kernels`.
+        frame_attention: what attends over whole frames, one of `torch_attention.FRAME_ATTENTION`;
+            after a change, `graphs.clear()` has to follow.
+        token_buckets: padded token counts that calls choose from; None: the ladder of
+            `choose_bucket`.
+        graphs: the recorded passes; None: kernels are launched one by one.
+        is_compiled: whether `torch.compile` fuses parts of it, see `compile_parts`.
+    """
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        *,
+        implementation: str = "auto",
+        frame_attention: str = "fused",
+        token_buckets: Sequence[int] | None = None,
+    ) -> None:
+        """Build a tower with random weights.
+
+        Raises:
+            ValueError: a head_dim that is no multiple of 8 up to 256, bad `token_buckets`, an
+                unknown `implementation` or `frame_attention`; whether that can run here,
+                `load_vision_tower` finds out.
+        """
+        super().__init__()
+        check_head_dim(config)
+        check_known(implementation, frame_attention)
+        self.config = config
+        self.implementation = implementation
+        self.frame_attention = frame_attention
+        self.token_buckets = check_token_buckets(config, token_buckets)
+        self.graphs: GraphCache | None = None
+        self.is_compiled = False
+        self.patch_embed = PatchEmbed(config)
+        has_table = config.num_position_embeddings is not None
+        self.position_table = PositionTable(config) if has_table else None
+        block = LateNormBlock if config.family.late_norm else Block
+        self.blocks = nn.ModuleList([block(config) for _ in range(config.depth)])
+        self.merger = PatchMerger(config)
+        self.deepstack_mergers = nn.ModuleList(
+            [PatchMerger(config, norm_merged=True) for _ in config.deepstack_visual_indexes]
+        )
+        self.register_load_state_dict_post_hook(VisionTower._forget_graphs)
+
+    def compile_parts(self) -> None:
+        """Have `torch.compile` fuse what is in a block, and the interpolation of positions."""
+        # All towers of a process share its limit of variants, beyond which nothing is compiled: a
+        # block takes two for each dtype, size, device and grad mode.
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, _VARIANTS)
+        for part in (*self.blocks, self.position_table):
+            if part is not None:
+                part.compile(dynamic=True, options=COMPILER_OPTIONS)
+        self.is_compiled = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Compile a copy, or what was pickled, as the original was: PyTorch leaves that out."""
+        super().__setstate__(state)
+        if self.is_compiled:
+            self.compile_parts()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.patch_embed.proj.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters, activations and embeddings."""
+        return self.patch_embed.proj.weight.dtype
+
+    def forward(self, pixel_values: Any, grid_thw: Any) -> Embeddings:
+        """Encode images and clips, all in one call, for inference: no gradients are recorded.
+
+        The first call of each bucket records a CUDA graph, where there are graphs. What is written
+        to the parameters takes effect, and so do `to` and `load_state_dict`; after a parameter is
+        replaced by other means, `graphs.clear()` has to follow.
+
+        Args:
+            pixel_values: [tokens, patch_dim] floating, the patches of all images as `preprocess`
+                returns them: a tensor on any device, or an array. From the host they are uploaded
+                while the GPU works on the calls before, and may be written to afterwards; of up to
+                three calls they take memory then, in their own dtype.
+            grid_thw: [images, 3] integers: frames, rows and columns of each image in patches. On
+                the GPU it costs a synchronisation.
+
+        Returns:
+            Embeddings [tokens / merge_unit, out_hidden_size] in `dtype` on `device`, in Hugging
+            Face's order: image after image, in each frame after frame, in each row after row of
+            merge units. A tower with DeepStack, Qwen3-VL's, returns (embeddings, features): in a
+            tuple the features of each block of `deepstack_visual_indexes`, of the embeddings'
+            shape and order.
+
+        Raises:
+            ValueError: a bad grid, more tokens than the largest bucket, `pixel_values` that do
+                not match the grid, or frames that `frame_attention` cannot take.
+            TypeError: `pixel_values` are not floating-point.
+            MemoryError: a pass over so many tokens does not fit in what memory is free.
+            RuntimeError: the caller records a CUDA graph, and the layout of `grid_thw` is not on
+                the GPU yet; record `encode` of what `prepare` returned before.
+        """
+        grid, bucket = self._choose_bucket(grid_thw)
+        recorded = self.graphs is not None and self.graphs.takes(bucket.tokens, self.device)
+        # Padding makes recordings few; without one it would only be work.
+        if not recorded and self.token_buckets is None:
+            bucket = exact_bucket(self.config, grid)
+        layout = self._plan(grid, bucket)
+        patches = patches_tensor(self.config, pixel_values, layout, self.device)
+        if recorded:
+            weight = self.patch_embed.proj.weight
+            return self.graphs(functools.partial(encode, self), patches, layout, weight)
+        return first_rows(encode(self, *self._place(patches, layout)), layout.num_merged)
+
+    def prepare(self, pixel_values: Any, grid_thw: Any) -> tuple[torch.Tensor, Layout]:
+        """Pad a call's input to its bucket and bring it to `device`, as the input of `encode`.
+
+        Args and errors are those of a call.
+
+        Returns:
+            The patches padded with zeros, [bucket.tokens, patch_dim], and the layout with tensors
+            for arrays. The first `layout.num_merged` rows of what `encode` makes of them are the
+            embeddings.
+        """
+        layout = self._plan(*self._choose_bucket(grid_thw))
+        patches = patches_tensor(self.config, pixel_values, layout, self.device)
+        return self._place(patches, layout)
+
+    def _choose_bucket(self, grid_thw: Any) -> tuple[np.ndarray, Bucket]:
+        """The grid, checked and on the host, and the bucket that it fits in."""
+        if isinstance(grid_thw, torch.Tensor):
+            grid_thw = grid_thw.detach().cpu()
+        grid = as_grid(self.config, grid_thw)
+        return grid, choose_bucket(self.config, grid, self.token_buckets)
+
+    def _plan(self, grid: np.ndarray, bucket: Bucket) -> Layout:
+        dtype = _name(self.dtype)
+        check_memory(self.config, bucket.tokens, dtype, lambda: free_memory(self.device))
+        if self.frame_attention == "cudnn":
+            bucket = bucket_of_equal_frames(grid, bucket, pad_one=False)
+        return plan_layout(self.config, grid, bucket)
+
+    def _place(self, patches: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+        padding = len(layout.window_order) - len(patches)
+        padded = F.pad(patches.detach().to(self.device), (0, 0, 0, padding))
+        return padded, layout_tensors(layout, self.device)
+
+    def _forget_graphs(self, *_: Any) -> None:
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    def _apply(self, *arguments: Any, **keywords: Any) -> Self:
+        """What `to`, `half` and their like come down to: parameters move."""
+        self._forget_graphs()
+        return super()._apply(*arguments, **keywords)
+
+    @torch.no_grad()
+    def hidden_states(self, pixel_values: Any, grid_thw: Any) -> Iterator[torch.Tensor]:
+        """Run block by block, to compare with another tower after each.
+
+        Args and errors are those of a call.
+
+        Yields:
+            The hidden state after each block, [tokens, hidden_size] in `dtype`, without padding,
+            in window order: the order in which Hugging Face's blocks return theirs too.
+        """
+        patches, layout = self.prepare(pixel_values, grid_thw)
+        hidden_states = _block_outputs(self, patches, layout)
+        for _ in self.blocks:
+            with _without_autocast(self):  # but not while the caller has the state before
+                hidden = next(hidden_states)
+            yield hidden[: layout.num_tokens].clone()  # the next block may write into it
+
+
+def load_vision_tower(
+    directory: str | os.PathLike[str],
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    *,
+    implementation: str = "auto",
+    frame_attention: str = "fused",
+    token_buckets: Sequence[int] | None = None,
+    compile: bool | None = None,
+    cuda_graphs: bool | None = None,
+    progress: bool | None = None,
+) -> VisionTower:
+    """Load a tower from a checkpoint in Hugging Face's format.
+
+    Args:
+        directory: of a vision tower, or of a whole vision-language model, of which only the tower
+            is read.
+        dtype: bfloat16, float16 or float32; the checkpoint's own dtype does not matter.
+        device: where the tower lives. None: the GPU if there is one, else the CPU.
+        implementation: of the attention, as in `triton_kernels`.
+        frame_attention: what attends over whole frames: "fused", our kernel; "fa2", PyTorch's own
+            flash attention; "fa3", if installed; "cudnn", which takes only calls with frames of one
+            length, padded by whole frames. All but the first take bfloat16 and float16 on a GPU.
+        token_buckets: padded token counts that calls choose from. None: a ladder that pads little
+            and records seldom, see `choose_bucket`; calls that are not recorded are not padded.
+        compile: have `torch.compile` fuse what lies between the matrix products and the attention
+            of a block, and the interpolation of positions. The first call compiles for every image
+            size to come. Raises PyTorch's limit of variants, as each tower takes some. None: on a
+            GPU.
+        cuda_graphs: record a CUDA graph for each bucket in use, the last 16 of them. None: where
+            the kernels run; the reference asks the GPU for values, which no graph can.
+        progress: show progress on standard error. None: only where that is a terminal.
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be used, see `read_checkpoint`.
+        ValueError: an unknown model type, dtype, `implementation` or `frame_attention`, bad
+            `token_buckets`, no such device, one that `frame_attention` does not run on, or CUDA
+            graphs where they cannot be recorded.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
+    target = find_device(device)
+    on_gpu = target.type == "cuda"
+    if cuda_graphs and not on_gpu:
+        raise ValueError(f"cuda_graphs=True needs a tower on a CUDA GPU, got device '{target}'")
+    recordable = runs_kernel(target, implementation) and on_gpu
+    if cuda_graphs and not recordable:
+        raise ValueError(f"cuda_graphs=True needs the kernels, got {implementation=}")
+    cuda_graphs = recordable if cuda_graphs is None else cuda_graphs
+    compile = on_gpu if compile is None else compile
+    config = VisionConfig.from_pretrained(directory)
+    with torch.device("meta"):  # no parameter is allocated before its values are there
+        tower = VisionTower(
+            config,
+            implementation=implementation,
+            frame_attention=frame_attention,
+            token_buckets=token_buckets,
+        )
+    check_provider(frame_attention, config, dtype, target)
+    tensors = read_checkpoint(config, directory, progress)
+    weights = tower_weights(config, tensors, _name(dtype))
+    parameters = {name: as_tensor(weight).to(target, dtype) for name, weight in weights.items()}
+    tower.load_state_dict(parameters, assign=True)
+    if compile:
+        tower.compile_parts()
+    if cuda_graphs:
+        tower.graphs = GraphCache()
+    return tower.requires_grad_(False).eval()
+
+
+def _name(dtype: torch.dtype) -> str:
+    """A dtype as NumPy names it."""
+    return str(dtype).removeprefix("torch.")
+
+
+@torch.no_grad()
+def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Embeddings:
+    """Encode patches: what a call does after `VisionTower.prepare`, on the device alone.
+
+    Args:
+        tower: the tower.
+        pixel_values: [tokens, patch_dim] floating, on the tower's device; rows of padding may hold
+            any finite values.
+        layout: as `layout_tensors` returns it for the tower's device; it may be padded to a bucket.
+            (`VisionTower.prepare` returns both.)
+
+    Returns:
+        Embeddings [tokens / merge_unit, out_hidden_size] in the tower's dtype, in Hugging Face's
+        order. Of a padded layout the first `layout.num_merged` rows are the images', the others
+        mean nothing. With DeepStack (embeddings, features) as from a call.
+
+    Raises:
+        ValueError: `pixel_values` have another shape than the layout asks for, or the layout has
+            frames that the tower's `frame_attention` cannot take.
+    """
+    indexes = tower.config.deepstack_visual_indexes
+    features = []
+    with _without_autocast(tower):
+        for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
+            if index in indexes:
+                merger = tower.deepstack_mergers[indexes.index(index)]
+                features.append(merger(hidden)[layout.output_order])
+        embeddings = tower.merger(hidden)[layout.output_order]
+    return (embeddings, tuple(features)) if indexes else embeddings
+
+
+def _without_autocast(tower: VisionTower) -> torch.autocast:
+    """Where a pass is in the tower's dtype: not in autocast's, which a recording would keep."""
+    return torch.autocast(tower.device.type, enabled=False)
+
+
+def _block_outputs(
+    tower: VisionTower, pixel_values: torch.Tensor, layout: Layout
+) -> Iterator[torch.Tensor]:
+    """Yield the hidden state after each block, [tokens, hidden_size] in window order.
+
+    It may be overwritten when the next is asked for.
+    """
+    config = tower.config
+    expected = (len(layout.window_order), config.patch_dim)
+    if pixel_values.shape != expected:
+        raise ValueError(
+            f"pixel_values must have the layout's shape {list(expected)}, "
+            f"got {list(pixel_values.shape)}"
+        )
+    windows, frames = layout_segments(config, layout, tower.implementation, tower.frame_attention)
+    hidden = _embed(tower, pixel_values, layout)
+    first_norm, *next_norms = (*(block.norm1 for block in tower.blocks), nn.Identity())
+    normed = first_norm(hidden)
+    for index, (block, next_norm) in enumerate(zip(tower.blocks, next_norms, strict=True)):
+        segments = frames if config.sees_frames(index) else windows
+        hidden, normed = block(hidden, normed, segments, next_norm)
+        yield hidden
+
+
+def _embed(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What the first block gets, [tokens, hidden_size] in window order."""
+    hidden = tower.patch_embed(pixel_values[layout.window_order])
+    if tower.position_table is None:
+        return hidden
+    learned = tower.position_table(layout.positions, layout.frame_sizes)
+    return (hidden + learned).to(hidden.dtype)  # in fp32, rounded once

@@ -1,0 +1,1 @@
+"""What they are run on."""

@@ -1,0 +1,71 @@
+"""Carrying arrays between NumPy, PyTorch and JAX with their bits unchanged."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from compare.common.environment import has_gpu
+from compare.torch_tower.device import as_tensor
+from compare.workloads.kernels import KernelInputs, KernelWorkload
+
+# qkv, cos, sin, cu_seqlens of one framework: what every kernel implementation is called with.
+KernelArguments = tuple[Any, Any, Any, Any]
+
+
+def torch_device() -> torch.device:
+    """The device that PyTorch's side of the comparison runs on."""
+    return torch.device("cuda" if has_gpu() and torch.cuda.is_available() else "cpu")
+
+
+def to_torch(array: np.ndarray, device: torch.device | str | None = None) -> torch.Tensor:
+    """A copy of a NumPy array, bfloat16 included, on a device (default: torch_device())."""
+    device = torch_device() if device is None else device
+    return as_tensor(array).to(device, copy=True)
+
+
+def from_jax(array: Any) -> torch.Tensor:
+    """A JAX array as a tensor on torch_device()."""
+    return to_torch(np.asarray(array))
+
+
+def poison(arguments: KernelArguments, results: int = 1) -> None:
+    """Leave NaN in freed memory of the size of results, which is where the next ones will lie.
+
+    An implementation that leaves a part of its result unwritten then gives NaN, not what happens to
+    be right because an earlier call wrote it.
+    """
+    filled = [arguments[0][:, 0] * float("nan") for _ in range(results)]
+    for array in filled:
+        array[-1, -1, -1].item()  # waits
+    del filled
+
+
+def torch_arguments(inputs: KernelInputs) -> KernelArguments:
+    """A workload's inputs as tensors on torch_device()."""
+    return tuple(to_torch(x) for x in (inputs.qkv, inputs.cos, inputs.sin, inputs.cu_seqlens))
+
+
+def jax_arguments(inputs: KernelInputs) -> KernelArguments:
+    """A workload's inputs as JAX arrays on the default device."""
+    import jax.numpy as jnp
+
+    return tuple(jnp.array(x) for x in (inputs.qkv, inputs.cos, inputs.sin, inputs.cu_seqlens))
+
+
+def blank_arguments(workload: KernelWorkload, framework: str) -> KernelArguments:
+    """Arguments of a workload's shapes and segments, but zero: cheap, for compiling."""
+    tokens, heads, head_dim = workload.tokens, workload.heads, workload.head_dim
+    shapes = ((tokens, 3, heads, head_dim), *((tokens, workload.rotated_dims // 2),) * 2)
+    if framework == "torch":
+        dtypes = (getattr(torch, workload.dtype), torch.float32, torch.float32)
+        zeros = [
+            torch.zeros(shape, dtype=dtype, device=torch_device())
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+        return (*zeros, to_torch(workload.cu_seqlens))
+    import jax.numpy as jnp
+
+    dtypes = (workload.dtype, "float32", "float32")
+    zeros = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return (*zeros, jnp.array(workload.cu_seqlens))

@@ -1,0 +1,126 @@
+"""The named workloads of whole towers: agreement and benchmarks take their images from here.
+
+A workload is one call. Sizes in names are pixels a side of square images: `tower-896` is the tower
+of Qwen2.5-VL on one 896 x 896 image, `qwen3-tower-896` Qwen3-VL's, `tower-video-8x16x448` eight
+clips of 16 frames in one call.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from compare.workloads.kernels import PATCH, SIDES, Grid, KernelWorkload, Kind
+from flax_models import VisionConfig
+
+
+@dataclass(frozen=True)
+class Visual:
+    """An image, or a clip of some frames; height and width in pixels."""
+
+    height: int
+    width: int
+    frames: int = 1
+
+    def grid(self, patch: int) -> tuple[int, int, int]:
+        """(t, h, w) in patches of so many pixels a side.
+
+        A temporal patch is two frames; a last one alone counts twice, as an image does.
+        """
+        return -(-self.frames // 2), self.height // patch, self.width // patch
+
+
+@dataclass(frozen=True)
+class TowerWorkload:
+    """One call of a whole tower on photographs, or clips made from one.
+
+    Attributes:
+        visuals: their sides are multiples of a merge unit's.
+        config: of the tower.
+    """
+
+    name: str
+    visuals: tuple[Visual, ...]
+    config: VisionConfig = field(default_factory=VisionConfig.qwen2_5_vl_7b)
+
+    @property
+    def grid_thw(self) -> Grid:
+        """(t, h, w) of each visual."""
+        return tuple(visual.grid(self.config.patch_size) for visual in self.visuals)
+
+    @property
+    def frames(self) -> int:
+        """Frames of all clips; 0 where there are only images."""
+        return sum(visual.frames for visual in self.visuals if visual.frames > 1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the call, before merging."""
+        return int(sum(t * h * w for t, h, w in self.grid_thw))
+
+    @property
+    def bytes_moved(self) -> int:
+        """Fewest bytes of the windowed layers' attention, all of them together."""
+        windowed = self.config.depth - self._full_layers
+        return windowed * self._attention("windows").bytes_moved
+
+    @property
+    def matrix_flops(self) -> int:
+        """Operations of every matrix product and of the full-attention layers' attention."""
+        config, hidden = self.config, self.config.hidden_size
+        merged = hidden * config.merge_unit
+        mlp = (len(config.family.mlp_inputs) + 1) * config.intermediate_size
+        layer = 2 * self.tokens * hidden * (4 * hidden + mlp)
+        patch_embed = 2 * self.tokens * config.patch_dim * hidden
+        merger = 2 * (self.tokens // config.merge_unit) * merged * (merged + config.out_hidden_size)
+        mergers = (1 + len(config.deepstack_visual_indexes)) * merger
+        attention = self._full_layers * self._attention("frames").matrix_flops
+        return config.depth * layer + patch_embed + mergers + attention
+
+    @property
+    def _full_layers(self) -> int:
+        return sum(map(self.config.sees_frames, range(self.config.depth)))
+
+    def _attention(self, kind: Kind) -> KernelWorkload:
+        heads, head_dim = self.config.num_heads, self.config.head_dim
+        return KernelWorkload(f"{self.name} {kind}", kind, self.grid_thw, heads, head_dim)
+
+
+def _mixed_images(count: int, smallest: int, largest: int) -> tuple[Visual, ...]:
+    """Images whose long sides grow evenly, in turn of the shapes that photographs have."""
+    unit = 2 * PATCH
+    long_sides = np.linspace(smallest, largest, count)
+    shapes = itertools.cycle([(3, 4), (2, 3), (1, 1), (9, 16), (4, 3), (3, 2), (16, 9)])
+    return tuple(
+        Visual(*(unit * round(side * part / max(shape) / unit) for part in shape))
+        for side, shape in zip(long_sides.tolist(), shapes, strict=False)
+    )
+
+
+# The towers that are compared, by what stands in a workload's name.
+TOWERS = {
+    "tower": VisionConfig.qwen2_5_vl_7b(),
+    "qwen2-tower": VisionConfig.qwen2_vl_7b(),
+    "qwen3-tower": VisionConfig.qwen3_vl_8b(),
+}
+
+TOWER_WORKLOADS = {
+    workload.name: workload
+    for tower, config in TOWERS.items()
+    for workload in [
+        *(TowerWorkload(f"{tower}-{side}", (Visual(side, side),), config) for side in SIDES),
+        TowerWorkload(f"{tower}-video-16x448", (Visual(448, 448, frames=16),), config),
+    ]
+} | {
+    workload.name: workload
+    for workload in [
+        TowerWorkload("tower-video-8x16x448", (Visual(448, 448, frames=16),) * 8),
+        TowerWorkload("tower-batch-32", _mixed_images(32, 224, 1344)),
+    ]
+}
+
+# Of Hugging Face's own tower, untouched and accelerated.
+INTEGRATION_WORKLOADS = {
+    workload.name: workload
+    for workload in [TowerWorkload(f"integration-{side}", (Visual(side, side),)) for side in SIDES]
+}

@@ -1,0 +1,1 @@
+"""What both towers share, in NumPy alone."""

@@ -1,0 +1,318 @@
+"""Images and clips to patches, equal to Hugging Face's image processor of the Qwen-VL families."""
+
+import functools
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import ExifTags, Image
+
+from flax_models.common.errors import ImageError
+from flax_models.common.image_config import ImageConfig
+
+__all__ = ["ImageError", "preprocess", "smart_resize"]
+
+_MAX_ASPECT_RATIO = 200
+# Pillow's own limit for decompression bombs, but as an error instead of a warning.
+_MAX_SOURCE_PIXELS = 89_478_485
+
+# What photographs and drawings come in. Pillow reads more, some of it by starting other programs
+# (EPS by Ghostscript): nothing that a stranger's file should set off.
+_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+
+# Pillow's modes of 16-bit and 32-bit integers and of fp32.
+_DEEP_MODES = ("I", "F")
+
+# From an EXIF orientation to upright; the values are those of the tag in TIFF 6.0.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+ImageLike = Image.Image | np.ndarray | str | os.PathLike[str]
+
+
+def preprocess(
+    images: ImageLike | Sequence[ImageLike | Sequence[ImageLike]],
+    config: ImageConfig | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Resize, normalise and cut images and clips into patches.
+
+    Equal in every bit to Hugging Face's Qwen2VLImageProcessor with its Pillow backend, but for
+    images in Pillow's mode RGBa, which no file opens in. Its torchvision backend, which also
+    prepares videos, differs in the last bit, and where a frame is resized by a few of 255 grey
+    levels, beside sharp edges by ten and more. Hugging Face's processors of videos have other
+    limits, and Qwen3-VL's divides them among the frames; here they are each frame's own. What is
+    transparent is laid over white; transformers 5.17 and older, and the function by which 5.23
+    loads files, show the colours beneath instead.
+
+    Args:
+        images: a list of images and clips, or a single one. An image is a PIL image of at most 8
+            bits a channel, a path to one, or a uint8 array [height, width, 3]; a clip is a list of
+            images of one size, its frames, or a uint8 array [frames, height, width, 3]. (The
+            outermost list is never a clip: write [frames] for a single clip, also for those of an
+            animation, of whose file only the first is taken.) A clip's last frame is repeated
+            until `temporal_patch_size` divides their number; an image is a clip of one frame.
+            Images from paths are turned upright by their EXIF orientation, as Hugging Face loads
+            them.
+        config: limits, sizes and normalisation; `ImageConfig.from_pretrained` reads those of a
+            checkpoint. None: the defaults, which suit Qwen2-VL and Qwen2.5-VL.
+
+    Returns:
+        pixel_values: fp32 [tokens, 3 x temporal_patch_size x patch_size^2], a patch a row, in the
+            order of channels, frames, rows, columns; rows in Hugging Face's order (see `layout`).
+        grid_thw: int64 [images, 3], the patches of each image or clip along time, height, width.
+
+    Raises:
+        ImageError: no images; an unreadable file, one of a format other than AVIF, BMP, GIF, JPEG,
+            JPEG 2000, MPO, PNG, PPM, TIFF and WebP; more than 89 million pixels; grey levels of
+            more than 8 bits, of which Hugging Face makes white all from 255 up (of colours Pillow
+            itself takes the upper 8); an array of another shape or dtype; frames of different
+            sizes; sides whose ratio passes 200.
+    """
+    config = config or ImageConfig()
+    items = _as_items(images)
+    if not items:
+        raise ImageError("no images were given")
+    patch, temporal_patch = config.patch_size, config.temporal_patch_size
+    patches = []
+    grids = []
+    for number, item in enumerate(items):
+        name = f"image {number}"
+        frames = _resize(_load_frames(item, name), name, config)
+        frames += frames[-1:] * (-len(frames) % temporal_patch)
+        width, height = frames[0].size
+        patches.append(_cut_patches(frames, patch, temporal_patch, config.merge_size))
+        grids.append((len(frames) // temporal_patch, height // patch, width // patch))
+    return _normalise(config, patches), np.array(grids, dtype=np.int64)
+
+
+def check_file(path: str | os.PathLike[str], config: ImageConfig) -> None:
+    """Look at an image file's header alone, for what `preprocess` would refuse it for.
+
+    Raises:
+        ImageError: as of `preprocess`, but for damage behind the header.
+    """
+    try:
+        with Image.open(path, formats=_readable_formats()) as opened:
+            _check_header(opened)
+            _new_size(opened, config)
+    except Exception as error:  # as decoders do, on damaged files
+        raise ImageError(_reason(error)) from None
+
+
+def smart_resize(
+    height: int,
+    width: int,
+    factor: int = 28,
+    min_pixels: int = 56 * 56,
+    max_pixels: int = 28 * 28 * 1280,
+) -> tuple[int, int]:
+    """Choose the size that an image is resized to, by the rule of Qwen2-VL.
+
+    Sides become multiples of `factor` and the aspect ratio changes as little as possible. The area
+    comes to lie between limits that are a factor of four or more apart; only where a side is a
+    single `factor` long it may pass `max_pixels`.
+
+    Args:
+        height: of the image, in pixels.
+        width: of the image, in pixels.
+        factor: pixels along a side of a merge unit.
+        min_pixels: lower limit on the new area.
+        max_pixels: upper limit on the new area.
+
+    Returns:
+        (height, width) in pixels.
+
+    Raises:
+        ImageError: a side below 1 pixel, or sides whose ratio passes 200.
+    """
+    if height < 1 or width < 1:
+        raise ImageError(f"an image must have pixels, got {height} x {width} (height x width)")
+    ratio = max(height, width) / min(height, width)
+    if ratio > _MAX_ASPECT_RATIO:
+        raise ImageError(
+            f"sides of {height} x {width} pixels (height x width) have the ratio {ratio:.0f}; "
+            f"at most {_MAX_ASPECT_RATIO} is supported"
+        )
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def _as_items(images: Any) -> list[Any]:
+    """A list of images and clips, of what may be a single one."""
+    if isinstance(images, Image.Image | str | os.PathLike | np.ndarray):
+        return [images]
+    if isinstance(images, list | tuple):
+        return list(images)
+    raise ImageError(f"expected an image, a clip or a list of them, got {_kind(images)}")
+
+
+def _resize(frames: Iterable[Image.Image], name: str, config: ImageConfig) -> list[Image.Image]:
+    """Frames of one size, each resized before the next is asked for: a clip's may fill memory."""
+    resized: list[Image.Image] = []
+    for frame in frames:
+        if not resized:
+            try:
+                size = _new_size(frame, config)
+            except ImageError as error:
+                raise ImageError(f"{name}: {error}") from None
+        resized.append(frame.resize(size, Image.Resampling.BICUBIC))
+    return resized
+
+
+def _new_size(image: Image.Image, config: ImageConfig) -> tuple[int, int]:
+    """Width and height that an image is resized to."""
+    factor = config.patch_size * config.merge_size
+    limits = config.min_pixels, config.max_pixels
+    height, width = smart_resize(image.height, image.width, factor, *limits)
+    return width, height
+
+
+def _load_frames(item: Any, name: str) -> Iterator[Image.Image]:
+    """RGB frames of one image or clip, all of one size, each loaded when it is asked for."""
+    if isinstance(item, np.ndarray) and item.ndim == 4:
+        item = list(item)
+    if not isinstance(item, list | tuple):
+        yield _load_frame(item, name)
+        return
+    if not item:
+        raise ImageError(f"{name} is a clip without frames")
+    size = None
+    for i, frame in enumerate(item):
+        loaded = _load_frame(frame, f"frame {i} of {name}")
+        size = size or loaded.size
+        if loaded.size != size:
+            raise ImageError(
+                f"frames of {name} must have one size; (width, height) of frame 0 is {size}, "
+                f"of frame {i} {loaded.size}"
+            )
+        yield loaded
+
+
+def _load_frame(frame: Any, name: str) -> Image.Image:
+    if isinstance(frame, np.ndarray):
+        return _from_array(frame, name)
+    if isinstance(frame, str | os.PathLike):
+        name = f"{name} ({os.fspath(frame)})"
+    elif not isinstance(frame, Image.Image):
+        raise ImageError(f"{name} must be a PIL image, a path or a NumPy array, got {_kind(frame)}")
+    try:
+        if isinstance(frame, Image.Image):
+            return _to_rgb(frame)
+        with Image.open(frame, formats=_readable_formats()) as opened:
+            return _to_rgb(opened, upright=True)
+    except Exception as error:  # Pillow's decoders raise almost anything on damaged files
+        raise ImageError(f"cannot read {name}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+@functools.cache
+def _readable_formats() -> tuple[str, ...]:
+    """Those of _FORMATS that this Pillow was built with."""
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+def _from_array(array: np.ndarray, name: str) -> Image.Image:
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or array.size == 0:
+        raise ImageError(
+            f"{name} must be a uint8 array [height, width, 3] (or [frames, height, width, 3]), "
+            f"got {array.dtype} {list(array.shape)}"
+        )
+    return Image.fromarray(array)
+
+
+def _check_header(image: Image.Image) -> None:
+    """Refuse an image that should not be decoded."""
+    pixels = image.width * image.height
+    if pixels > _MAX_SOURCE_PIXELS:
+        raise ImageError(f"it has {pixels:,} pixels, more than {_MAX_SOURCE_PIXELS:,}")
+    if image.mode.startswith(_DEEP_MODES):  # Pillow would cut the values off at 255
+        raise ImageError(
+            f"it has mode {image.mode}, more than 8 bits a channel: scale it to 0..255 first"
+        )
+
+
+def _to_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
+    """Decode an image; `upright`: turned by its EXIF orientation."""
+    _check_header(image)
+    if upright:
+        image = _turn_upright(image)
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    return image.convert("RGB")
+
+
+def _turn_upright(image: Image.Image) -> Image.Image:
+    """Turn a file's image by its EXIF orientation; Pillow's own function rewrites all of the EXIF.
+
+    That fails on tags which say nothing of the pixels. An EXIF that cannot be read says nothing of
+    the orientation either.
+    """
+    image.load()  # a TIFF file is turned by this already
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # as decoders do, on damaged files
+        return image
+    return image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
+
+
+def _cut_patches(
+    frames: list[Image.Image], patch: int, temporal_patch: int, merge: int
+) -> np.ndarray:
+    """Cut RGB frames of one size into patches, uint8 [tokens, 3, temporal_patch, patch, patch]."""
+    pixels = np.stack([np.asarray(frame) for frame in frames])
+    height, width = pixels.shape[1] // patch, pixels.shape[2] // patch  # in patches
+    by_axis = pixels.reshape(
+        *(len(frames) // temporal_patch, temporal_patch),
+        *(height // merge, merge, patch),
+        *(width // merge, merge, patch),
+        3,
+    )
+    # To: time, merge unit's row and column, row and column within it; channel, frame, row, column.
+    by_patch = by_axis.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    return by_patch.reshape(-1, 3, temporal_patch, patch, patch)
+
+
+def _normalise(config: ImageConfig, patches: list[np.ndarray]) -> np.ndarray:
+    """Concatenate patches as fp32 [tokens, patch_dim], through a table of the 256 values there are.
+
+    The table takes Hugging Face's own steps: scaled in fp64 and rounded to fp32, then shifted and
+    divided in fp32.
+    """
+    scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
+    mean, std = np.float32(config.image_mean)[:, None], np.float32(config.image_std)[:, None]
+    table = (scaled - mean) / std  # [3, 256]
+    tokens = sum(map(len, patches))
+    values = np.empty((tokens, *patches[0].shape[1:]), dtype=np.float32)
+    start = 0
+    for part in patches:
+        for channel in range(3):
+            values[start : start + len(part), channel] = table[channel][part[:, channel]]
+        start += len(part)
+    return values.reshape(tokens, -1)
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__

@@ -1,0 +1,61 @@
+"""Rotation as a pass of its own, for the strategies that want Q or K rotated beforehand.
+
+Bound by memory alone: one read and one write of x, the angles read once for all heads of a token.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.kernels.tiles import (
+    Head,
+    Ref,
+    Rotated,
+    Rows,
+    Scalar,
+    load_angles,
+    load_pairs,
+    rotary_tile,
+    store_rotated,
+)
+
+
+def rotate_kernel(
+    # x is [tokens, parts, heads, head_dim], out [rows, parts that are rotated, row]; rows past the
+    # tokens are left
+    x_ref: Ref, cos_ref: Ref, sin_ref: Ref, out_ref: Ref,
+    *,
+    # the first part of x that is rotated; as many are as out has
+    first_part: int,
+    # how a head is cut
+    main: int, tail: int,
+    # rows of a tile, heads of a program
+    block: int, group: int,
+) -> None:  # fmt: skip
+    """Rotate into the paired order, and the places, that load_rotary reads from.
+
+    One program for each (token block, part, group of heads).
+    """
+    tokens, _, heads, head_dim = x_ref.shape
+    rotary_dim = 2 * cos_ref.shape[1]
+    parts, groups = out_ref.shape[1], pl.cdiv(heads, group)
+    first = (pl.program_id(0) // groups // parts) * block
+    part = pl.program_id(0) // groups % parts
+    first_head = (pl.program_id(0) % groups) * group
+    rows = Rows(first, block, jnp.arange(block, dtype=jnp.int32) < tokens - first)
+
+    def rotate_columns(first_column: int, width: int) -> None:
+        cos, sin = load_angles(cos_ref, sin_ref, rows, first_column, width, rotary_dim)
+
+        def rotate_head(i: Scalar, _: None) -> None:
+            x = Head(x_ref, first_part + part, first_head + i)
+            pairs = load_pairs(x, rows, first_column, width, head_dim, rotary_dim)
+            y = rotary_tile(pairs, cos, sin, True)
+            out = Rotated(out_ref, part, first_head + i, heads)
+            store_rotated(out, rows, y, first_column, width)
+
+        jax.lax.fori_loop(0, jnp.minimum(group, heads - first_head), rotate_head, None)
+
+    rotate_columns(0, main)
+    if tail > 0:
+        rotate_columns(main, tail)

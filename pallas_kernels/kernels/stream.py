@@ -1,0 +1,180 @@
+"""Attention within long segments: softmax over blocks of keys, for which see softmax.py.
+
+A program owns a block of consecutive tokens, whatever segments they belong to, and serves each
+segment that reaches into its block. So every row of the result is written by exactly one program,
+the grid needs no bound on a segment's length, and long and short segments share one launch.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.kernels.softmax import Sums, reference_fits, visit_segment
+from pallas_kernels.kernels.tiles import (
+    Head,
+    Ref,
+    Rows,
+    Scalar,
+    barrier,
+    load_angles,
+    load_columns,
+    load_rotary,
+    rotary_head,
+    rotary_tile,
+    sector_shift,
+    segment_bounds,
+    store_columns,
+)
+
+
+def stream_kernel(
+    # q, k and v are [tokens, parts, heads, head_dim], those rotated before [tokens, parts, row];
+    # the result is [tokens, 1, heads, head_dim]
+    q_ref: Ref, k_ref: Ref, v_ref: Ref,
+    cos_ref: Ref, sin_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
+    *,
+    # where q, k and v lie
+    parts: tuple[int, int, int],
+    # scale times log2(e)
+    scale_log2: float,
+    # how a head is cut
+    main: int, tail: int,
+    # what is rotated here
+    rotate_q: bool, rotate_k: bool,
+    # online softmax for all rows: see is_online
+    online: bool,
+    # rows of a query tile and of a key tile
+    block: int, block_k: int,
+    # by Pallas' interpreter
+    interpreted: bool,
+) -> None:  # fmt: skip
+    """One program for each (head, token block); blocks run fastest and share the head's K and V."""
+    tokens, _, heads, head_dim = out_ref.shape
+    rotary_dim = 2 * cos_ref.shape[1]
+    segments = cu_seqlens_ref.shape[0] - 1
+    blocks = pl.cdiv(tokens, block)
+    head = pl.program_id(0) // blocks
+    block_start = (pl.program_id(0) % blocks) * block
+    block_end = jnp.minimum(block_start + block, tokens)
+    dtype = out_ref.dtype
+    token = block_start + jnp.arange(block, dtype=jnp.int32)
+    q_part, k_part, v_part = parts
+    q_head = rotary_head(q_ref, q_part, head, heads, rotate_q)
+    k_head = rotary_head(k_ref, k_part, head, heads, rotate_k)
+    v_head = Head(v_ref, v_part, head)
+    out_head = Head(out_ref, 0, head)
+
+    rows = Rows(block_start, block, token < block_end)
+    cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
+    q = load_rotary(q_head, rows, 0, main, rotary_dim, rotate_q)
+    q = rotary_tile(q, cos, sin, rotate_q)  # [block, main]
+    q_tail = None
+    if tail > 0:
+        cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
+        q_tail = load_rotary(q_head, rows, main, tail, rotary_dim, rotate_q)
+        q_tail = rotary_tile(q_tail, cos, sin, rotate_q)  # [block, tail]
+    if rotate_q and block >= 64:
+        # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared
+        # memory but what was computed from registers, and then wait for each other. So the rotated
+        # tile is written to the result, whose rows are this program's own, and loaded again.
+        store_columns(out_head, rows, q, 0, main, head_dim)
+        if tail > 0:
+            store_columns(out_head, rows, q_tail, main, tail, head_dim)
+        barrier(interpreted)
+        q = load_columns(out_head, rows, 0, main, head_dim)
+        if tail > 0:
+            q_tail = load_columns(out_head, rows, main, tail, head_dim)
+
+    # A row of 72 columns of 16 bits is 144 bytes: every second head's begin within a sector. There
+    # the tiles of V, and so of the result, begin as many columns earlier as the sector does.
+    v_shift = None
+    if head_dim % 16 == 8 and dtype != jnp.float32:
+        v_shift = sector_shift(v_head)
+    visit = functools.partial(
+        visit_segment, k_head, v_head, cos_ref, sin_ref, v_shift, scale_log2, q, q_tail,
+        main=main, tail=tail, rotate_k=rotate_k, block_k=block_k, interpreted=interpreted,
+    )  # fmt: skip
+
+    first_segment = jnp.maximum(last_start_at(cu_seqlens_ref, block_start, segments), 0)
+    last_segment = last_start_at(cu_seqlens_ref, block_end - 1, segments)
+    attend = functools.partial(
+        attend_segments, cu_seqlens_ref, out_head, v_shift, tokens, block_start, visit,
+        main=main, tail=tail,
+    )  # fmt: skip
+    covered, misfits = attend(first_segment, last_segment, token < block_end, online=online)
+    if not online:
+        # Rows that their reference does not fit, again. If there are none, for no segment: within a
+        # branch the compiler would have the products wait for each other.
+        are_misfits = jnp.sum(misfits.astype(jnp.int32)) > 0
+        last_segment = jnp.where(are_misfits, last_segment, -1)
+        attend(first_segment, last_segment, misfits, online=True)
+
+    # Tokens of no segment.
+    rows = rows._replace(mask=(token < block_end) & ~covered)
+    store_columns(out_head, rows, jnp.zeros((block, main), dtype), 0, main, head_dim)
+    if tail > 0:
+        store_columns(out_head, rows, jnp.zeros((block, tail), dtype), main, tail, head_dim)
+
+
+def attend_segments(
+    cu_seqlens_ref: Ref, out_head: Head, v_shift: Scalar | None, tokens: int, block_start: Scalar,
+    # `visit_segment` of this block's queries and head
+    visit: Callable[..., Sums],
+    # from which segment to which, and which of the block's tokens are wanted
+    first_segment: Scalar, last_segment: Scalar, wanted: jax.Array,
+    *,
+    main: int, tail: int, online: bool,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Write the result of the wanted tokens; returns which have a segment, and which misfit."""
+    head_dim, dtype = out_head.ref.shape[-1], out_head.ref.dtype
+    block = wanted.shape[0]
+    token = block_start + jnp.arange(block, dtype=jnp.int32)
+
+    def attend(segment: Scalar, masks: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        covered, misfits = masks
+        start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
+        keys = jnp.where(end > block_start, end - start, 0)  # 0: only padding follows it
+        row_sum, acc, acc_tail = visit(start, keys, online=online)
+        rescale = (1.0 / jnp.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
+        out = acc * rescale
+        out_tail = acc_tail * rescale if tail > 0 else None
+        mask = (token >= start) & (token < end) & wanted
+        covered |= mask
+        if not online:
+            fits = reference_fits(row_sum, out, out_tail, dtype)
+            misfits |= mask & ~fits
+            mask &= fits
+        rows = Rows(block_start, block, mask)
+        store_columns(out_head, rows, out.astype(dtype), 0, main, head_dim, v_shift)
+        if tail > 0:
+            store_columns(out_head, rows, out_tail.astype(dtype), main, tail, head_dim, v_shift)
+        return covered, misfits
+
+    none = jnp.zeros((block,), jnp.bool_)
+    return jax.lax.fori_loop(first_segment, last_segment + 1, attend, (none, none))
+
+
+def hoists(head_dim: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Whether the compiler may move values out of the loop over segments.
+
+    There they stay alive through the loop over keys, in registers or in memory. Only wide heads and
+    fp32, short of registers in any case, run faster that way. No other kernel nests loops.
+    """
+    return head_dim > 128 or dtype == jnp.float32
+
+
+def last_start_at(cu_seqlens_ref: Ref, token: Scalar, segments: int) -> Scalar:
+    """The last segment whose start is at most `token`, by bisection; -1 if there is none."""
+
+    def halve(bounds: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+        low, high = bounds
+        middle = (low + high) // 2
+        at_most = cu_seqlens_ref[middle] <= token
+        return jnp.where(at_most, middle, low), jnp.where(at_most, high, middle)
+
+    bounds = (jnp.int32(-1), jnp.int32(segments))
+    low, _ = jax.lax.while_loop(lambda bounds: bounds[1] - bounds[0] > 1, halve, bounds)
+    return low

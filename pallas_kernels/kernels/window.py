@@ -1,0 +1,141 @@
+"""Attention within short segments: a program holds one whole segment of one head in one tile.
+
+No online softmax, and every row of Q and K is rotated exactly once.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.kernels.tiles import (
+    Head,
+    Ref,
+    Rows,
+    Scalar,
+    barrier,
+    dot,
+    exp2,
+    load_angles,
+    load_columns,
+    load_rotary,
+    padding_bounds,
+    rotary_head,
+    rotary_tile,
+    segment_bounds,
+    store_columns,
+)
+
+
+def window_kernel(
+    # q, k and v are [tokens, parts, heads, head_dim], those rotated before [tokens, parts, row];
+    # the result is [tokens, 1, heads, head_dim]
+    q_ref: Ref, k_ref: Ref, v_ref: Ref,
+    cos_ref: Ref, sin_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
+    *,
+    # where q, k and v lie
+    parts: tuple[int, int, int],
+    # scale times log2(e)
+    scale_log2: float,
+    # how a head is cut
+    main: int, tail: int,
+    # what is rotated here
+    rotate_q: bool, rotate_k: bool,
+    # rows of a tile, at least the longest segment
+    block: int,
+    # by Pallas' interpreter
+    interpreted: bool,
+) -> None:  # fmt: skip
+    """One program for each (segment, head); heads run fastest, so neighbours share cache lines."""
+    tokens, _, heads, head_dim = out_ref.shape
+    rotary_dim = 2 * cos_ref.shape[1]
+    segments = cu_seqlens_ref.shape[0] - 1
+    segment = pl.program_id(0) // heads
+    head = pl.program_id(0) % heads
+    dtype = out_ref.dtype
+    q_part, k_part, v_part = parts
+    q_head = rotary_head(q_ref, q_part, head, heads, rotate_q)
+    k_head = rotary_head(k_ref, k_part, head, heads, rotate_k)
+    v_head = Head(v_ref, v_part, head)
+    out_head = Head(out_ref, 0, head)
+
+    start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
+    length = end - start
+    rows = Rows(start, block, jnp.arange(block, dtype=jnp.int32) < length)
+    # Rows past a segment's end are its last one again: what comes of them is masked, and so their
+    # loads need not be. Those of V are masked, as its infinities would meet zeros.
+    # An empty segment may start at the end.
+    loaded = Rows(jnp.minimum(start, tokens - 1), block, None, last=jnp.maximum(length - 1, 0))
+
+    q = load_rotary(q_head, loaded, 0, main, rotary_dim, rotate_q)
+    k = load_rotary(k_head, loaded, 0, main, rotary_dim, rotate_k)
+    if tail > 0:
+        q_tail = load_rotary(q_head, loaded, main, tail, rotary_dim, rotate_q)
+        k_tail = load_rotary(k_head, loaded, main, tail, rotary_dim, rotate_k)
+    # V before the products: loaded behind them, ptxas 12.8 gets the address of the second of two
+    # products with V wrong; a test looks for that in the machine code.
+    v = load_columns(v_head, rows, 0, main, head_dim)  # [block, main]
+    if tail > 0:
+        v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block, tail]
+    # Last the angles, which other heads have brought into the cache, and the bounds of the padding,
+    # which are for the end.
+    cos, sin = load_angles(cos_ref, sin_ref, loaded, 0, main, rotary_dim)  # [block, main / 2]
+    if tail > 0:
+        cos_tail, sin_tail = load_angles(cos_ref, sin_ref, loaded, main, tail, rotary_dim)
+    padding_end, padding_start = padding_bounds(cu_seqlens_ref, segments, tokens)
+    # So all these loads are in flight at once: the launch table's bound on registers leaves room
+    # for them, and the barrier keeps the compiler from moving any down to where it is needed.
+    barrier(interpreted)
+
+    # Q and K are rotated outside the branch that multiplies them. Within one block of code the
+    # compiler moves the layout of the product's operand up to the loads and converts q, cos and
+    # sin through shared memory one by one: 130 registers a thread in place of 86.
+    q = rotary_tile(q, cos, sin, rotate_q)  # [block, main]
+    k = rotary_tile(k, cos, sin, rotate_k)  # [block, main]
+    if tail > 0:
+        q_tail = rotary_tile(q_tail, cos_tail, sin_tail, rotate_q)  # [block, tail]
+        k_tail = rotary_tile(k_tail, cos_tail, sin_tail, rotate_k)  # [block, tail]
+
+    @pl.when((length > 0) & (length <= block))
+    def _attend() -> None:
+        logits = dot(q, k.T)  # [block, block]
+        if tail > 0:
+            logits = dot(q_tail, k_tail.T, logits)
+        logits = jnp.where(rows.mask[None, :], logits, -jnp.inf)
+        # The difference comes first: it is exactly 0 for the largest, however large that is.
+        row_max = jnp.max(logits, axis=1)
+        p = exp2((logits - row_max[:, None]) * scale_log2, interpreted)
+        rescale = (1.0 / jnp.sum(p, axis=1))[:, None]
+        p = p.astype(dtype)
+
+        out = (dot(p, v) * rescale).astype(dtype)
+        store_columns(out_head, rows, out, 0, main, head_dim)
+        if tail > 0:
+            out = (dot(p, v_tail) * rescale).astype(dtype)
+            store_columns(out_head, rows, out, main, tail, head_dim)
+
+    # A segment that breaks the promise of max_seqlen must not pass for a result.
+    @pl.when(length > block)
+    def _refuse() -> None:
+        fill_rows(out_head, start, end, block, jnp.nan, main, tail, block)
+
+    # Each program clears a share of the tokens of no segment.
+    share = segments * block
+    fill_rows(out_head, segment * block, padding_end, share, 0.0, main, tail, block)
+    fill_rows(out_head, padding_start + segment * block, tokens, share, 0.0, main, tail, block)
+
+
+def fill_rows(out: Head, start: Scalar, end: Scalar, step: int, value: float, main: int, tail: int,
+              block: int) -> None:  # fmt: skip
+    """Write value to rows start .. end of one head, block rows every `step`."""
+    head_dim, dtype = out.ref.shape[-1], out.ref.dtype
+
+    def fill(i: Scalar, _: None) -> None:
+        first = start + i * step
+        rows = Rows(first, block, jnp.arange(block, dtype=jnp.int32) < end - first)
+        x = jnp.full((block, main), value, dtype)
+        store_columns(out, rows, x, 0, main, head_dim)
+        if tail > 0:
+            x = jnp.full((block, tail), value, dtype)
+            store_columns(out, rows, x, main, tail, head_dim)
+
+    jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(end - start, 0), step), fill, None)

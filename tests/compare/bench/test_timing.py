@@ -1,0 +1,70 @@
+import weakref
+
+import pytest
+import torch
+
+from compare.bench import timing as timing_module
+from compare.bench.ceilings import Ceilings
+from compare.bench.timing import GraphTimer, Timing, time_row, time_wall
+
+
+def test_median_and_spread():
+    timing = Timing.of([10.0, 11.0, 12.0, 13.0, 100.0])
+    assert timing.median_us == 12
+    assert timing.spread_us == pytest.approx(65.2 - 10.4)
+    assert Timing.of([5.0]) == Timing(5.0, None, 1)
+
+
+def test_wall_time_waits_for_every_call():
+    waited = []
+    timing = time_wall(lambda: len(waited), waited.append)
+    assert waited == list(range(timing.samples))
+    assert timing.samples >= 10
+    assert timing.median_us > 0
+
+
+@pytest.mark.parametrize(("alone_us", "calls"), [(1.0, 16), (50e3, 6), (5e6, 2)])
+def test_only_the_last_call_of_a_row_is_waited_for(alone_us, calls, monkeypatch):
+    monkeypatch.setattr(timing_module, "ROW_SECONDS", 1.0)
+    seconds = iter(range(10**6))
+    monkeypatch.setattr(timing_module.time, "perf_counter", lambda: next(seconds))
+    made, waited = [], []
+
+    def call():
+        made.append(len(made))
+        return made[-1]
+
+    timing = time_row(call, waited.append, alone_us)
+    assert waited == made[calls - 1 :: calls]
+    assert len(made) == calls * timing.samples
+    assert timing.samples == 3
+    assert timing.median_us == pytest.approx(1e6 / calls)  # one tick a row
+
+
+def test_profiled_calls_write_to_memory_of_their_own(monkeypatch):
+    """A call whose result lay where the last one's did would find it in the cache."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    results, alive = [], []
+
+    def call(x):
+        alive.append(sum(result() is not None for result in results))
+        result = x.clone()
+        results.append(weakref.ref(result))
+        return result
+
+    timer = object.__new__(GraphTimer)  # a whole one wants a GPU
+    timer.call, timer._sets = call, [(torch.ones(2),)] * 3
+    timer.run_eagerly(2)
+    assert alive == [0, 1, 2, 3, 4, 5]
+
+
+def test_floors():
+    ceilings = Ceilings(4e12, 4.2e12, 8e14)
+    assert ceilings.kernel_floor_us(4_000_000, 0) == pytest.approx(1.0)
+    assert ceilings.kernel_floor_us(4_000_000, 1_600_000_000) == pytest.approx(2.0)
+    assert ceilings.tower_floor_us(4_000_000, 1_600_000_000) == pytest.approx(3.0)
+    assert ceilings.to_json().keys() == {
+        "copy_bytes_per_s",
+        "large_copy_bytes_per_s",
+        "matrix_flops_per_s",
+    }

@@ -1,0 +1,68 @@
+"""First calls, made in threads before anything is timed."""
+
+import threading
+
+import pytest
+
+pytest.importorskip("jax")
+
+from compare.bench.warm_up import draw_inputs, warm_up
+from compare.implementations.kernels import KernelImplementation
+from compare.workloads.arrays import blank_arguments, jax_arguments, torch_arguments
+from compare.workloads.kernels import KernelWorkload
+
+TINY = KernelWorkload("windows-tiny", "windows", ((1, 4, 6),), heads=2, rotary_dim=40)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_blank_arguments_are_like_the_true_ones(framework):
+    true = (torch_arguments if framework == "torch" else jax_arguments)(TINY.inputs())
+    for blank, argument in zip(blank_arguments(TINY, framework), true, strict=True):
+        assert blank.shape == argument.shape
+        assert blank.dtype == argument.dtype
+    assert (blank == argument).all()  # cu_seqlens: a kernel may not run on made-up segments
+
+
+def test_each_is_prepared_and_called_once():
+    prepared, called = [], []
+
+    def implementation(index):
+        def prepare(workload):
+            prepared.append(index)
+
+            def call(*arguments):
+                called.append((index, threading.current_thread()))
+                return arguments[0][:, 0]
+
+            return call
+
+        return KernelImplementation(str(index), "torch", prepare)
+
+    jobs = [(implementation(index), TINY) for index in range(5)]
+    ready = warm_up(jobs, "compiling")
+    assert [i.name for i in ready] == list("01234")
+    assert sorted(prepared) == sorted(index for index, _ in called) == list(range(5))
+    calls = [i.prepare(TINY) for i in ready]
+    assert len(prepared) == 5
+    assert len(set(map(id, calls))) == 5
+    main = threading.current_thread()
+    assert called[0] == (0, main)  # by itself: it sets up what the others share
+    assert all(thread is not main for index, thread in called if index > 0)
+
+
+@pytest.mark.parametrize("place", ["prepare", "call"])
+def test_what_fails_fails_when_it_is_prepared(place):
+    def fail(*_):
+        raise RuntimeError("out of shared memory")
+
+    prepare = fail if place == "prepare" else lambda _: fail
+    (ready,) = warm_up([(KernelImplementation("triton", "torch", prepare), TINY)], "compiling")
+    with pytest.raises(RuntimeError, match="out of shared memory"):
+        ready.prepare(TINY)
+
+
+def test_inputs_are_those_of_each_workload():
+    other = KernelWorkload("other", "windows", ((1, 2, 2),), heads=1)
+    drawn = draw_inputs([TINY, other])
+    assert [inputs.qkv.shape[0] for inputs in drawn] == [24, 4]
+    assert (drawn[0].qkv == TINY.inputs().qkv).all()

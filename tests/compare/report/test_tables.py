@@ -1,0 +1,177 @@
+"""Tables, from made-up results."""
+
+from dataclasses import replace
+
+import pytest
+
+from compare.common.console import number
+from compare.common.result_files import Record
+from compare.report.check_tables import agreement_line
+from compare.report.grouping import families, size
+from compare.report.markdown import table
+from compare.report.timing_tables import (
+    device_table,
+    rate_table,
+    ratio_table,
+    row_table,
+    timing_table,
+)
+from compare.workloads.kernels import FRAMES_MIX, FRAMES_MIX_PARTS
+from tests.compare import synthetic
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((None, "–"), (float("nan"), "–"), (0.0, "0"), (0.05, "5.00e-02"), (0.1, "0.1")),
+        *((9.996, "10"), (999.4, "999"), (999.6, "1000"), (-999.6, "-1000"), (12345.6, "12346")),
+    ],
+)
+def test_numbers(value, text):
+    assert number(value) == text
+
+
+def test_a_bar_in_an_error_does_not_end_a_tables_cell():
+    assert table(["who", "what"], [["flax", "int | None"]]).endswith("| flax | int \\| None |")
+
+
+def test_timing_table():
+    records = synthetic.timing_records(("windows",), synthetic.KERNELS)
+    measured = synthetic.as_results("kernels", records)
+    rows = timing_table(measured, [f"windows-{side}" for side in synthetic.SIDES])
+    lines = rows.splitlines()
+    assert lines[0].startswith("| windows | 448, µs |")
+    assert lines[2].startswith("| floor | 2.5 |")
+    assert lines[3].startswith("| **triton** | **5** (50% of floor) |")
+    assert lines[4].startswith("| **pallas** | **5.5** (45% of floor) |")
+    # Peers by speed, each set against ours of its framework.
+    assert lines[5].startswith("| in-place rope + FA2 varlen | 13 (2.6 x) |")
+    assert lines[7].startswith("| XLA rope + cuDNN (jax.nn) | 17 (3.1 x) |")
+    assert synthetic.MISSING not in rows
+
+
+def test_a_spread_that_is_not_known_is_not_shown_as_none():
+    """As where a profiler's events do not divide evenly among the calls."""
+    times = [Record("windows-448", "pallas", median_us=5.0, relative_rms_error=3e-3)]
+    times.append(replace(times[0], workload="windows-672", spread_us=0.5))
+    measured = synthetic.as_results("kernels", times)
+    assert timing_table(measured, ["windows-448"]).endswith("| – | 3.00e-03 |")
+    assert timing_table(measured, ["windows-448", "windows-672"]).endswith("| 10.0% | 3.00e-03 |")
+
+
+def test_calls_in_a_row():
+    records = synthetic.timing_records(("tower",), synthetic.TOWERS)
+    measured = synthetic.as_results("towers", records)
+    lines = row_table(measured, ["tower-448", "tower-672"]).splitlines()
+    assert lines[0] == "| calls in a row | 448, ms | 672, ms |"
+    assert lines[2] == "| **torch** | **2.48** (0% of floor) | **5.58** (0% of floor) |"
+    assert lines[4] == "| Hugging Face FA2 varlen | 13.6 (5.5 x) | 30.6 (5.5 x) |"
+    unknown = [replace(record, row_us=None, profiler_us=None) for record in records]
+    assert row_table(synthetic.as_results("towers", unknown), ["tower-448"]) == ""
+    lines = device_table(measured, ["tower-448", "tower-672"]).splitlines()
+    assert lines[0] == "| kernels alone | 448, ms | 672, ms |"
+    assert len(lines) > 2
+    assert device_table(synthetic.as_results("towers", unknown), ["tower-448"]) == ""
+
+
+@pytest.mark.parametrize(("row_us", "calls"), [(2e3, "in a row"), (None, "one by one")])
+def test_rates_tell_which_calls_they_are_of(row_us, calls):
+    """Result files from before calls in a row were timed hold rates of calls one by one."""
+    rates = {"tokens_per_s": 3.5e5, "frames_per_s": 700.0}
+    record = Record("tower-448", "torch", median_us=3e3, row_us=row_us, details=rates)
+    text = rate_table(synthetic.as_results("towers", [record]), ["tower-448"])
+    assert text.splitlines()[0] == f"| thousand tokens a second, calls {calls} | 448 |"
+    assert text.splitlines()[2] == "| torch | 350 (700 frames) |"
+
+
+def ratios(records, workloads):
+    return ratio_table(synthetic.as_results("kernels", records), workloads)
+
+
+def test_ratios():
+    records = synthetic.timing_records(("windows",), synthetic.KERNELS)
+    text = ratios(records, ["windows-448", "windows-672"])
+    assert "| ratio | 448 | 672 |" in text
+    assert "| floor / triton | 50% | 50% |" in text
+    assert "| pallas / triton | 1.10 | 1.10 |" in text
+    assert "| fastest unfused torch / triton | 2.60 | 2.60 |" in text
+    assert "| fastest unfused jax / pallas | 3.09 | 3.09 |" in text
+    assert "in-place" not in text
+    hosted = [replace(r, details={"host_us": 21.04}) for r in records if r.workload[-3:] == "448"]
+    assert "| host time of a call, triton, µs | 21 |" in ratios(hosted, ["windows-448"])
+    assert (
+        ratios([r for r in records if r.implementation == synthetic.MISSING], ["windows-448"]) == ""
+    )
+
+
+def test_families_and_sizes():
+    records = [
+        Record(name, "torch") for name in ("windows-448", "qwen3-tower-video-16x448", "tower-448")
+    ]
+    found = families(synthetic.as_results("towers", records))
+    assert list(found) == ["windows", "qwen3-tower", "tower"]
+    sizes = [size(name) for workloads in found.values() for name in workloads]
+    assert sizes == ["448", "video-16x448", "448"]
+
+
+def test_integration_sets_hugging_face_against_the_accelerated_tower():
+    records = synthetic.timing_records(("integration",), synthetic.INTEGRATION)
+    measured = synthetic.as_results("integration", records)
+    lines = timing_table(measured, ["integration-448"]).splitlines()
+    assert lines[0].startswith("| integration | 448, ms |")
+    assert lines[3].startswith("| **accelerated** | **6** (0% of floor) |")
+    assert lines[4].startswith("| **accelerated, compiled** | **5** (0% of floor) |")
+    assert lines[5].startswith("| Hugging Face FA2 varlen | 17 (2.8 x) |")
+    assert lines[6].startswith("| Hugging Face SDPA | 31 (5.2 x) |")
+
+
+def test_twins_are_compared_by_one_clock():
+    records = synthetic.timing_records(("windows",), synthetic.KERNELS)
+    blind = [replace(r, profiler_us=None) for r in records if r.implementation == "triton"]
+    others = [r for r in records if r.implementation != "triton"]
+    assert "pallas / triton" not in ratios([*blind, *others], ["windows-448"])
+
+
+def test_frames_are_held_against_each_library():
+    records = synthetic.timing_records(("frames",), synthetic.KERNELS)
+    text = ratios(records, ["frames-448"])
+    assert "| in-place rope + FA2 varlen / triton | 2.60 |" in text
+    assert "cuDNN SDPA / triton" not in text
+
+
+def test_the_mix_is_held_against_its_parts():
+    names = (*FRAMES_MIX_PARTS, FRAMES_MIX)
+    times = dict(zip(names, (100.0, 50.0, 165.0), strict=True))
+    records = [Record(name, "triton", median_us=time) for name, time in times.items()]
+    text = ratios(records, names[1:])
+    assert "| triton / its parts one by one | – | 1.10 |" in text
+    assert "its parts" not in ratios(records[1:], names[1:])
+
+
+def test_beside_the_rotation_stands_what_a_pass_reaches_and_no_unfused_pair():
+    kernels = {
+        "triton": ("torch", 5.0),
+        "pallas": ("jax", 4.0),
+        "negation in place": ("torch", 4.0),
+    }
+    records = synthetic.timing_records(("rotate",), kernels)
+    text = ratio_table(synthetic.as_results("kernels", records), ["rotate-448"])
+    assert "| floor / triton | 50% |" in text
+    assert "| floor / negation in place | 62% |" in text
+    assert "unfused" not in text
+
+
+def test_failures_show():
+    failed = [Record("w", name, passed=False) for name in ("triton", "triton", "pallas")]
+    records = [*synthetic.agreement_records(), *failed]
+    line = agreement_line(synthetic.as_results("agreement", records))
+    assert "**3 fail** (triton on w, pallas on w)" in line
+
+
+def test_the_largest_error_is_unknown_where_one_is():
+    """A kernel that fails has none, and NaN is not written: neither counts as 0."""
+    records = synthetic.agreement_records()
+    nan = Record("w", "triton", relative_rms_error=float("nan"), dtype="bfloat16", passed=False)
+    records = [nan, *(r for r in records if r.implementation != "pallas")]
+    line = agreement_line(synthetic.as_results("agreement", records))
+    assert line.endswith("in bf16: triton –, pallas –, pallas against triton 2.70e-03.")

@@ -1,0 +1,55 @@
+"""Compile the MLP's kernels for an H200 that need not be there; prints one JSON object a kernel.
+
+A process of its own, as tests/triton_kernels/compile_ahead.py is:
+
+    python -m tests.compare.torch_tower.compile_ahead
+"""
+
+import json
+import re
+import sys
+from collections import Counter
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from compare.torch_tower.gated import Biases, _kernel
+from compare.torch_tower.gated_product import in_one_kernel
+from tests.triton_kernels.compile_ahead import inspect_machine_code, recording, source
+from tests.triton_kernels.machine_code import loop_spills
+from tests.triton_kernels.wgmma_descriptors import high_word_sums
+
+TOKENS, HIDDEN, WIDTH = 2304, 1280, 3456  # Qwen2.5-VL 7B's, one image of 672 px
+
+
+def main() -> None:
+    """Compile what a layer launches, with the activation in the product and by itself."""
+    for dtype in (torch.bfloat16, torch.float16):
+        stream = torch.empty(TOKENS, HIDDEN, dtype=dtype)
+        weight = torch.empty(2 * WIDTH, HIDDEN, dtype=dtype)
+        both = torch.empty(2 * WIDTH, dtype=dtype)
+        biases = Biases(torch.empty(HIDDEN, dtype=dtype), both, both)
+        with recording() as recorded:
+            in_one_kernel(stream, weight, biases, 1e-6)
+            _kernel(1e-6, torch.empty(TOKENS, 2 * WIDTH, dtype=dtype), stream, *biases)
+        for kernel, arguments, options in recorded:
+            compiled = triton.compile(
+                source(kernel, arguments), target=GPUTarget("cuda", 90, 32), options=options
+            )
+            registers, stack, sass = inspect_machine_code(compiled.asm["cubin"])
+            record = {
+                "kernel": kernel.__name__,
+                "dtype": str(dtype),
+                "shared": compiled.metadata.shared,
+                "registers": registers,
+                "stack": stack,
+                "loop_spills": loop_spills(sass),
+                "products": Counter(re.findall(r"HGMMA\.(\d+x\d+x\d+)", sass)),
+                "broken_descriptors": high_word_sums(sass)[1],
+            }
+            sys.stdout.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""How patches get to a GPU: on a CPU with stand-ins for CUDA's streams and events."""
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from compare.torch_tower import device as torch_device  # noqa: E402
+from compare.torch_tower import inputs  # noqa: E402
+from flax_models.common.layout import plan_layout  # noqa: E402
+from tests.tower_checkpoints import GRIDS, SMALL_TOWERS, random_patches  # noqa: E402
+
+
+class Event:
+    def __init__(self, number, waited_for):
+        self.number = number
+        self.waited_for = waited_for
+
+    def synchronize(self):
+        self.waited_for.append(self.number)
+
+
+class Stream:
+    """Numbers the events that are recorded on all streams; tells which are waited for."""
+
+    def __init__(self):
+        self.recorded = 0
+        self.waited_for = []
+
+    def record_event(self):
+        self.recorded += 1
+        return Event(self.recorded, self.waited_for)
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    return stream
+
+
+@pytest.fixture
+def uploader(stream):
+    return torch_device._Uploader(torch.device("cpu"))
+
+
+def test_an_upload_waits_for_what_the_one_before_the_last_found_queued(stream, uploader):
+    for _ in range(5):
+        uploader.copy(torch.zeros(1))
+    # The first two events stand for uploads before the first; from then on each records its own.
+    assert stream.waited_for == [1, 2, 3, 4, 5]
+    assert stream.recorded == 7
+
+
+def test_an_upload_that_fails_leaves_its_place_to_others(stream, uploader):
+    for _ in range(3):
+        with pytest.raises(AttributeError):
+            uploader.copy(None)
+    for _ in range(3):
+        uploader.copy(torch.zeros(1))
+    assert len(stream.waited_for) == 6
+
+
+def test_threads_wait_for_their_turn(stream, uploader):
+    tensors = [torch.full((3,), float(n)) for n in range(100)]
+    with ThreadPoolExecutor(8) as threads:
+        found = [*threads.map(uploader.copy, tensors)]
+    assert all(map(torch.equal, found, tensors))
+    assert sorted(stream.waited_for) == [*range(1, 101)]
+
+
+def test_a_layout_does_not_come_to_a_gpu_in_what_a_caller_records(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    layout = plan_layout(SMALL_TOWERS["head_dim_16"], GRIDS["clip"])
+    with pytest.raises(RuntimeError, match="record `encode` of what `prepare` returned before"):
+        inputs.layout_tensors(layout, torch.device("cuda", 0))
+    assert not inputs._flat.get(layout)
+    on_cpu = inputs.layout_tensors(layout, torch.device("cpu"))
+    assert on_cpu.window_order.device.type == "cpu"
+
+
+def test_a_layout_is_uploaded_once_and_not_behind_what_the_gpu_has_to_do(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("waits for the GPU")
+
+    uploaded = []
+    monkeypatch.setattr(inputs, "upload", lambda flat, to: uploaded.append(to) or flat)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    layout = plan_layout(SMALL_TOWERS["head_dim_16"], GRIDS["clip"])
+    gpu = torch.device("cuda", 3)  # no other test has left it there
+    found = inputs.layout_tensors(layout, gpu)
+    assert inputs.layout_tensors(layout, gpu) is found
+    assert uploaded == [gpu]
+    for name, array in inputs.layout_arrays(layout).items():
+        assert vars(found)[name].tolist() == array.tolist()
+    del inputs._tensors[layout][gpu]
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
+def test_kernels_are_compiled_for_one_alignment_of_a_layouts_arrays(grid):
+    """Triton compiles anew for a pointer that is no multiple of 16 bytes."""
+    layout = plan_layout(SMALL_TOWERS["head_dim_16"], grid)
+    flat = inputs.layout_on_device(layout, torch.device("cpu"))
+    arrays = inputs.layout_arrays(layout)
+    views = vars(inputs.unflatten(layout, flat))
+    for name, array in arrays.items():
+        assert views[name].storage_offset() * flat.element_size() % 16 == 0
+        assert views[name].tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_what_a_caller_records_is_not_uploaded_beside_it(monkeypatch, recording):
+    config = SMALL_TOWERS["head_dim_16"]
+    grid = GRIDS["clip"]
+    patches = torch.tensor(random_patches(config, grid), requires_grad=True)
+    uploaded = []
+    monkeypatch.setattr(inputs, "upload", lambda *arguments: uploaded.append(arguments))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    gpu = torch.device("cuda", 0)
+    layout = plan_layout(config, grid)
+    found = inputs.patches_tensor(config, patches, layout, gpu)
+    if recording:
+        assert found is patches
+        assert not uploaded
+    else:
+        ((copied, device),) = uploaded
+        assert not copied.requires_grad
+        assert device == gpu
+    assert inputs.patches_tensor(config, patches, layout, torch.device("cpu")) is patches

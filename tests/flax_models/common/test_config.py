@@ -1,0 +1,408 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+import flax_models
+from flax_models import CheckpointError, VisionConfig
+from flax_models.common.families import FAMILIES
+
+# As published with Qwen2.5-VL 7B, less the language model.
+PUBLISHED = {
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 3584,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+}
+
+
+# Less the language model, what was published with Qwen2-VL 7B and Qwen3-VL 8B.
+PUBLISHED_QWEN2 = {
+    "model_type": "qwen2_vl",
+    "hidden_size": 3584,
+    "vision_config": {
+        "depth": 32,
+        "embed_dim": 1280,
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "in_chans": 3,
+        "hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    },
+}
+PUBLISHED_QWEN3 = {
+    "model_type": "qwen3_vl",
+    "vision_config": {
+        "deepstack_visual_indexes": [8, 16, 24],
+        "depth": 27,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 4304,
+        "model_type": "qwen3_vl",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 4096,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+
+
+def write(directory, content):
+    text = content if isinstance(content, str) else json.dumps(content)
+    (directory / "config.json").write_text(text)
+    return directory
+
+
+def test_derived_sizes():
+    config = VisionConfig.qwen2_5_vl_7b()
+    assert config.head_dim == 80
+    assert config.patch_dim == 1176
+    assert config.merge_unit == 4
+    assert config.window_patches == 8
+    assert config.max_window_seqlen == 64
+    assert config.aligned_intermediate_size == 3456
+    assert VisionConfig.qwen2_5_vl_72b().aligned_intermediate_size == 3520  # 3456 and one
+
+
+@pytest.mark.parametrize(
+    ("preset", "intermediate", "out"),
+    [("3b", 3420, 2048), ("7b", 3420, 3584), ("32b", 3456, 5120), ("72b", 3456, 8192)],
+)
+def test_presets(preset, intermediate, out):
+    config = getattr(VisionConfig, f"qwen2_5_vl_{preset}")()
+    assert (config.intermediate_size, config.out_hidden_size) == (intermediate, out)
+    assert (config.depth, config.hidden_size, config.num_heads) == (32, 1280, 16)
+    assert config.fullatt_block_indexes == (7, 15, 23, 31)
+
+
+def test_derived_sizes_of_the_other_families():
+    qwen2, qwen3 = VisionConfig.qwen2_vl_7b(), VisionConfig.qwen3_vl_8b()
+    assert (qwen2.head_dim, qwen2.patch_dim, qwen2.intermediate_size) == (80, 1176, 5120)
+    assert (qwen3.head_dim, qwen3.patch_dim, qwen3.aligned_intermediate_size) == (72, 1536, 4352)
+    assert qwen3.position_table_side == 48
+    small = VisionConfig.qwen3_vl_4b()
+    assert (small.head_dim, small.depth, small.out_hidden_size) == (64, 24, 2560)
+
+
+def test_which_blocks_see_frames():
+    windowed = VisionConfig.qwen2_5_vl_7b()
+    assert [b for b in range(windowed.depth) if windowed.sees_frames(b)] == [7, 15, 23, 31]
+    for config in (VisionConfig.qwen2_vl_7b(), VisionConfig.qwen3_vl_8b()):
+        assert all(map(config.sees_frames, range(config.depth)))
+
+
+def test_is_hashable_and_equal_by_value():
+    assert len({VisionConfig(), VisionConfig.qwen2_5_vl_7b(), VisionConfig(depth=2)}) == 2
+    assert VisionConfig(fullatt_block_indexes=[1]) == VisionConfig(fullatt_block_indexes=(1,))
+
+
+def test_reads_a_whole_model(tmp_path):
+    assert VisionConfig.from_pretrained(write(tmp_path, PUBLISHED)) == VisionConfig.qwen2_5_vl_7b()
+
+
+def test_reads_whole_models_of_the_other_families(tmp_path):
+    for published, expected in (
+        (PUBLISHED_QWEN2, VisionConfig.qwen2_vl_7b()),
+        (PUBLISHED_QWEN3, VisionConfig.qwen3_vl_8b()),
+    ):
+        assert VisionConfig.from_pretrained(write(tmp_path, published)) == expected
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_vl", "qwen3_vl_vision", "qwen3_vl_moe", "qwen3_vl_moe_vision"]
+)
+def test_names_of_one_family(tmp_path, model_type):
+    alone = PUBLISHED_QWEN3["vision_config"] | {"model_type": model_type}
+    assert VisionConfig.from_pretrained(write(tmp_path, alone)) == VisionConfig.qwen3_vl_8b()
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_5_vl_vision"])
+def test_reads_a_tower_alone(tmp_path, model_type):
+    alone = PUBLISHED["vision_config"] | {"model_type": model_type}
+    assert VisionConfig.from_pretrained(str(write(tmp_path, alone))) == VisionConfig()
+
+
+def test_reads_rotary_settings(tmp_path):
+    rope = {"rope_type": "axial", "rope_theta": 500.0}
+    vision = PUBLISHED["vision_config"] | {"rope_parameters": rope}
+    write(tmp_path, PUBLISHED | {"vision_config": vision})
+    assert VisionConfig.from_pretrained(tmp_path).rope_theta == 500.0
+
+
+@pytest.mark.parametrize(
+    ("rotation", "theta"),
+    [
+        ({"rope_theta": 5.0}, 5.0),
+        ({"rope_theta": 5.0, "rope_parameters": {"rope_type": "axial"}}, 5.0),
+        ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0}}, 7.0),
+        ({"rope_theta": 5.0, "rope_parameters": None}, 5.0),
+    ],
+)
+def test_theta_by_itself_counts_where_the_parameters_have_none(tmp_path, rotation, theta):
+    """As in transformers 5."""
+    write(tmp_path, PUBLISHED | {"vision_config": PUBLISHED["vision_config"] | rotation})
+    assert VisionConfig.from_pretrained(tmp_path).rope_theta == theta
+
+
+@pytest.mark.parametrize("published", [PUBLISHED, PUBLISHED_QWEN2, PUBLISHED_QWEN3])
+def test_reads_the_other_names_that_transformers_takes(tmp_path, published):
+    vision = dict(published["vision_config"])
+    del vision["num_heads"], vision["depth"]
+    vision |= {"num_attention_heads": 8, "num_hidden_layers": 32}
+    config = VisionConfig.from_pretrained(
+        write(tmp_path, published | {"vision_config": vision | {"num_heads": 8}})
+    )
+    assert (config.num_heads, config.depth) == (8, 32)
+
+
+def test_reads_what_hugging_face_saves(hf_model, hf_checkpoints):
+    theirs = hf_model.config.vision_config
+    for directory in (hf_checkpoints.tower, hf_checkpoints.whole, hf_checkpoints.sharded):
+        ours = VisionConfig.from_pretrained(directory)
+        assert ours.model_type == hf_model.config.model_type
+        assert ours.family.activation == theirs.hidden_act
+        # Sizes are under other names in Qwen2-VL: those of its layers tell.
+        block, merger = hf_model.model.visual.blocks[0], hf_model.model.visual.merger
+        *_, last = merger.parameters()
+        assert ours.hidden_size == block.attn.proj.out_features
+        assert ours.intermediate_size in {len(p) for p in block.mlp.parameters()}
+        assert ours.out_hidden_size == len(last)
+        for name in (
+            *("depth", "num_heads", "in_channels"),
+            *("patch_size", "temporal_patch_size", "spatial_merge_size"),
+        ):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        for name, absent in {
+            "window_size": None,
+            "fullatt_block_indexes": (),
+            "num_position_embeddings": None,
+            "deepstack_visual_indexes": (),
+        }.items():
+            stated = getattr(theirs, name, absent)
+            assert getattr(ours, name) == (tuple(stated) if isinstance(stated, list) else stated)
+
+
+def test_blocks_past_the_last_are_ignored_as_hugging_face_does():
+    assert VisionConfig(depth=2).fullatt_block_indexes == (7, 15, 23, 31)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"depth": 0}, "depth must be a positive integer, got 0"),
+        ({"hidden_size": 32.0}, "hidden_size must be a positive integer, got 32.0"),
+        ({"patch_size": [14, 14]}, r"patch_size must be a positive integer, got \[14, 14\]"),
+        ({"num_heads": True}, "num_heads must be a positive integer, got True"),
+        ({"num_heads": 7}, "hidden_size 1280 is not divisible by num_heads 7"),
+        ({"hidden_size": 1248}, "head_dim .* must be a multiple of 4, .* got 78"),
+        ({"window_size": 100}, "window_size 100 is not a multiple of .* = 28 pixels"),
+        ({"fullatt_block_indexes": [-1]}, r"must be block numbers from 0, got \[-1\]"),
+        ({"fullatt_block_indexes": 7}, "must be block numbers from 0, got 7"),
+        ({"rope_theta": 0.0}, "rope_theta must be a positive finite number, got 0.0"),
+        ({"rope_theta": 10**40}, "rope_theta must be a positive finite number, got 1000"),
+        ({"norm_eps": "tiny"}, "norm_eps must be a positive finite number, got 'tiny'"),
+        ({"norm_eps": float("inf")}, "norm_eps must be a positive finite number, got inf"),
+        ({"model_type": "vit"}, "unknown model type 'vit'; supported: qwen2_vl, qwen2_5_vl, qwen3"),
+        ({"window_size": None}, "window_size must be a positive integer, got None"),
+        ({"num_position_embeddings": 4}, "qwen2_5_vl has no num_position_embeddings: it must be N"),
+        (
+            {"deepstack_visual_indexes": [1]},
+            r"qwen2_5_vl has no deepstack_visual_indexes: .*\(1,\)",
+        ),
+    ],
+)
+def test_refuses_values_that_make_no_tower(values, message):
+    with pytest.raises(ValueError, match=message):
+        VisionConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "message"),
+    [
+        ("vit", {}, "unknown model type 'vit'"),
+        ("qwen2_vl", {"window_size": 112}, "qwen2_vl has no window_size: it must be None, got 112"),
+        ("qwen3_vl", {"fullatt_block_indexes": [7]}, "qwen3_vl has no fullatt_block_indexes"),
+        ("qwen3_vl", {"num_position_embeddings": None}, "must be a positive integer, got None"),
+        ("qwen3_vl", {"num_position_embeddings": 40}, "must be a square number, .* got 40"),
+        ("qwen3_vl", {"deepstack_visual_indexes": [3, 3]}, r"different blocks, got \[3, 3\]"),
+        ("qwen3_vl", {"deepstack_visual_indexes": 3}, "must be block numbers from 0, got 3"),
+    ],
+)
+def test_refuses_what_a_family_does_not_have(model_type, values, message):
+    with pytest.raises(ValueError, match=message):
+        VisionConfig.of(model_type, **values)
+
+
+@pytest.mark.parametrize(
+    ("published", "changes", "message"),
+    [
+        (PUBLISHED_QWEN2, {"mlp_ratio": None}, "must be numbers, got 1280 and None"),
+        (PUBLISHED_QWEN2, {"mlp_ratio": 0}, "intermediate_size must be a positive integer, got 0"),
+        (PUBLISHED_QWEN2, {"hidden_act": "gelu"}, "is 'gelu'; qwen2_vl has 'quick_gelu'"),
+        (PUBLISHED_QWEN3, {"hidden_act": "silu"}, "is 'silu'; qwen3_vl has 'gelu_pytorch_tanh'"),
+        (PUBLISHED_QWEN3, {"patch_size": [16, 16]}, r"must be a positive integer, got \[16, 16\]"),
+        (PUBLISHED_QWEN3, {"deepstack_visual_indexes": "8"}, "must be block numbers from 0"),
+    ],
+)
+def test_refuses_files_of_the_other_families(tmp_path, published, changes, message):
+    vision = published["vision_config"] | changes
+    with pytest.raises(ValueError, match="config.json: .*" + message):
+        VisionConfig.from_pretrained(write(tmp_path, published | {"vision_config": vision}))
+
+
+@pytest.mark.parametrize(
+    ("published", "required"),
+    [
+        (PUBLISHED, ["hidden_size"]),
+        (PUBLISHED_QWEN3, FAMILIES["qwen3_vl"].config_keys.values()),
+    ],
+)
+def test_refuses_files_that_leave_sizes_out(tmp_path, published, required):
+    for name in required:
+        vision = {k: value for k, value in published["vision_config"].items() if k != name}
+        with pytest.raises(ValueError, match=f"config.json: it has no value for {name} of"):
+            VisionConfig.from_pretrained(write(tmp_path, published | {"vision_config": vision}))
+
+
+# What transformers 4.49 saves of Qwen2-VL 7B and 72B and of Qwen2.5-VL 3B, 7B and 32B.
+@pytest.mark.parametrize(
+    ("model_type", "stated", "expected"),
+    [
+        ("qwen2_vl", {}, VisionConfig.qwen2_vl_7b()),
+        ("qwen2_vl", {"hidden_size": 8192}, VisionConfig.of("qwen2_vl", out_hidden_size=8192)),
+        (
+            "qwen2_5_vl",
+            {"hidden_size": 1280, "out_hidden_size": 2048},
+            VisionConfig.qwen2_5_vl_3b(),
+        ),
+        ("qwen2_5_vl", {"hidden_size": 1280}, VisionConfig.qwen2_5_vl_7b()),
+        (
+            "qwen2_5_vl",
+            {"hidden_size": 1280, "intermediate_size": 3456, "out_hidden_size": 5120},
+            VisionConfig.qwen2_5_vl_32b(),
+        ),
+    ],
+)
+def test_reads_files_that_leave_out_what_transformers_takes_anyway(
+    tmp_path, model_type, stated, expected
+):
+    vision = {"in_chans": 3, "model_type": model_type, "spatial_patch_size": 14, **stated}
+    write(tmp_path, {"model_type": model_type, "vision_config": vision})
+    assert VisionConfig.from_pretrained(tmp_path) == expected
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
+def test_what_files_leave_out_is_transformers_default(model_type):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.CONFIG_MAPPING[model_type]().vision_config
+    stated = {name: getattr(theirs, name) for name in FAMILIES[model_type].config_defaults}
+    assert FAMILIES[model_type].config_defaults == stated
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"vision_config": PUBLISHED["vision_config"] | {"hidden_act": "gelu"}},
+            "config.json: hidden_act is 'gelu'; qwen2_5_vl has 'silu'",
+        ),
+        ({"model_type": "llava"}, "config.json: unknown model type 'llava'; supported: qwen2_vl"),
+        ({"vision_config": {"model_type": "x"}}, "unknown model type 'x'; supported: qwen2_vl"),
+        (
+            {"vision_config": {"depth": 2}},
+            "config.json: it has no value for hidden_size of the vision",
+        ),
+        (
+            {"vision_config": PUBLISHED["vision_config"] | {"num_heads": 7}},
+            "config.json: hidden_size 1280 is not divisible by num_heads 7",
+        ),
+        (
+            {"vision_config": PUBLISHED["vision_config"] | {"rope_parameters": {"rope_type": "y"}}},
+            "config.json: rope_type 'y' is not supported",
+        ),
+        (
+            {"vision_config": PUBLISHED["vision_config"] | {"num_attention_heads": 8}},
+            "config.json: num_attention_heads is 8, but num_heads is 16",
+        ),
+        (
+            {"vision_config": PUBLISHED["vision_config"] | {"rope_parameters": 3}},
+            "config.json: rope_parameters must be a JSON object, got 3",
+        ),
+    ],
+)
+def test_refuses_files_that_make_no_tower(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        VisionConfig.from_pretrained(write(tmp_path, PUBLISHED | changes))
+
+
+def test_a_file_without_model_type_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown model type None"):
+        VisionConfig.from_pretrained(write(tmp_path, PUBLISHED["vision_config"]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", "config.json holds a JSON list, not an object"),
+        ('{"depth": ', "cannot read .*config.json as JSON"),
+        ({"vision_config": 3}, "'vision_config' in .* is not a JSON object"),
+    ],
+)
+def test_refuses_files_that_are_no_configuration(tmp_path, content, message):
+    with pytest.raises(CheckpointError, match=message):
+        VisionConfig.from_pretrained(write(tmp_path, content))
+
+
+def test_missing_directory_and_missing_file(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no such checkpoint directory: .*absent"):
+        VisionConfig.from_pretrained(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"has no config.json"):
+        VisionConfig.from_pretrained(tmp_path)
+
+
+def test_importing_the_package_imports_no_framework():
+    program = (
+        "import sys, flax_models; assert dir(flax_models); "
+        "print(*sorted({'jax', 'flax', 'torch'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr
+
+
+def test_the_tower_says_what_to_install():
+    program = (
+        "import sys; sys.modules['jax'] = None; import flax_models\n"
+        "try: flax_models.load_vision_tower\n"
+        "except ImportError as error: print(error)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "load_vision_tower needs JAX and Flax" in run.stdout, run.stderr
+    assert "pip install '.[jax]' in the clone" in run.stdout
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match=r"module 'flax_models' has no attribute 'nothing'"):
+        flax_models.nothing  # noqa: B018
+    assert set(flax_models.__all__) <= set(dir(flax_models))

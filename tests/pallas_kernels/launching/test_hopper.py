@@ -1,0 +1,136 @@
+"""When the specialised kernel is taken; what it computes is in test_specialized_kernel.py."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+import pallas_kernels
+from pallas_kernels.launching import choose, hopper
+from pallas_kernels.launching.compile import HAVE_MOSAIC
+from pallas_kernels.launching.hopper import fits, is_specialized
+from tests.kernel_cases import assert_accurate, make_case
+
+SHAPE = {"dtype": jnp.bfloat16, "head_dim": 80, "max_seqlen": 9216, "tokens": 9216, "heads": 16}
+
+
+def takes(**changes):
+    return is_specialized(**SHAPE | changes)
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Make this a machine with GPUs of compute capabilities, and JAX one that has Mosaic."""
+
+    def put(*capabilities):
+        gpus = tuple(SimpleNamespace(compute_capability=c) for c in capabilities)
+        monkeypatch.setattr(hopper, "local_gpus", lambda: gpus)
+        monkeypatch.setattr(hopper, "HAVE_MOSAIC", True)
+
+    return put
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"dtype": jnp.float16}, {"head_dim": 72}, {"head_dim": 128},
+        {"max_seqlen": 768}, {"max_seqlen": 768, "head_dim": 128},  # in many segments
+        {"tokens": 1936, "max_seqlen": 1936},  # 256 programs, of two waves' 264
+        {"tokens": 3136, "max_seqlen": 3136},  # 400 programs, of four waves' 528
+        {"tokens": 2304, "max_seqlen": 2304, "head_dim": 128},  # 288 programs, of three waves' 396
+        {"tokens": 2304, "max_seqlen": 2304, "head_dim": 72},
+        {"tokens": 9220, "max_seqlen": 3072},  # not by eights
+    ],
+)  # fmt: skip
+def test_long_images_of_wide_heads_take_it(on, changes):
+    on("9.0")
+    assert takes(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": jnp.float32}, {"head_dim": 64}, {"head_dim": 136},
+        {"max_seqlen": 767}, {"max_seqlen": 767, "head_dim": 128},
+        {"tokens": 2304, "max_seqlen": 2304},
+        {"tokens": 2304, "max_seqlen": 2304, "head_dim": 112},
+        {"tokens": 2112, "max_seqlen": 2112, "head_dim": 128},  # 272 of 396
+        {"tokens": 9220, "max_seqlen": 3071},
+        {"head_dim": 72, "heads": 15},  # whose tiles do not fit
+    ],
+)  # fmt: skip
+def test_others_do_not(on, changes):
+    on("9.0")
+    assert not takes(**changes)
+
+
+@pytest.mark.parametrize("capabilities", [(), ("8.0",), ("10.0",), ("9.0", "10.0")])
+def test_nor_do_other_gpus(on, capabilities):
+    on(*capabilities)
+    assert not takes()
+
+
+def test_launches_of_a_table_may_be_without_it(on):
+    on("9.0")
+    with choose.launching_by(choose._PACKAGED, specialized=False):
+        assert not takes()
+    assert takes()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim", "fit"),
+    [
+        (128, 1, 80, True), (136, 2, 72, True), (1024, 16, 128, True), (1024, 15, 72, False),
+        (1021, 16, 80, True), (120, 16, 80, False), (1024, 16, 64, False), (1024, 16, 136, False),
+    ],
+)  # fmt: skip
+def test_what_fits(tokens, heads, head_dim, fit):
+    assert fits(tokens, heads, head_dim) == fit
+
+
+@pytest.mark.skipif(not HAVE_MOSAIC, reason="the kernel is for JAX 0.11.2 and 0.12")
+@pytest.mark.parametrize("implementation", ["auto", "triton"])
+def test_under_shard_map_its_result_varies_as_the_reference_s_does(on, implementation):
+    on("9.0")
+    heads, everywhere = PartitionSpec(None, None, "x"), PartitionSpec()
+
+    def attend(*arguments):
+        return pallas_kernels.fused_rope_attention_qkvpacked(
+            *arguments, max_seqlen=9216, implementation=implementation
+        )
+
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    split = jax.shard_map(
+        attend, mesh=mesh,
+        in_specs=(heads, everywhere, everywhere, everywhere), out_specs=PartitionSpec(None, "x"),
+    )  # fmt: skip
+    angles = jax.ShapeDtypeStruct((9216, 40), jnp.float32)
+    qkv = jax.ShapeDtypeStruct((9216, 3, 32, 80), jnp.bfloat16)
+    traced = jax.make_jaxpr(split)(qkv, angles, angles, jax.ShapeDtypeStruct((2,), jnp.int32))
+    assert "specialized_kernel" in str(traced)
+    assert traced.out_avals[0].shape == (9216, 32, 80)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAVE_MOSAIC, reason="the kernel is for JAX 0.11.2 and 0.12")
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 80), (72, 72), (128, 64)])
+@pytest.mark.parametrize("last", [241, 242])
+def test_the_public_functions_launch_it(monkeypatch, last, head_dim, rotary_dim, packed):
+    if jax.local_devices()[0].compute_capability != "9.0":
+        pytest.skip("needs a GPU of compute capability 9.0")
+    monkeypatch.setattr(hopper, "_MULTIPROCESSORS", 1)  # waves are full
+    name = "fused_rope_attention_qkvpacked" if packed else "fused_rope_attention"
+    monkeypatch.setattr(hopper, "_SHORTEST_COPIED", 1)
+    case = make_case((1100, 3, last), head_dim=head_dim, rotary_dim=rotary_dim)
+    arguments = [jnp.asarray(x) for x in (case.packed if packed else case.separate)]
+
+    @jax.jit
+    def call(*arguments):
+        return getattr(pallas_kernels, name)(*arguments, max_seqlen=1100)
+
+    assert "mosaic" in call.lower(*arguments).as_text()
+    assert_accurate(np.asarray(call(*arguments)), case)

@@ -1,0 +1,146 @@
+"""Every variant of the kernels lowers for CUDA, on any machine.
+
+Pallas' interpreter takes what the Triton backend refuses (tiles whose sides are no powers of two,
+slices that pass an end), so that interpreting alone proves nothing about a GPU.
+"""
+
+import contextlib
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+import pallas_kernels
+from pallas_kernels.launching import choose
+from pallas_kernels.launching.compile import compiling_by
+from pallas_kernels.launching.table import Device, Gpu, Launch, Row, Table
+from tests.kernel_contract import STREAM, WINDOW
+
+TOKENS, HEADS, SEGMENTS = 1024, 16, 16
+
+
+@pytest.fixture(params=[None, Gpu("NVIDIA H200", "9.0")], ids=["default", "H200"])
+def gpu(request, monkeypatch):
+    """The default's launches, and those of the GPU that is in the table."""
+    monkeypatch.setattr(choose, "gpu", lambda: request.param)
+    jax.clear_caches()  # a machine's GPU never changes: nothing is traced anew for another
+
+
+def cuda_device():
+    """JAX 0.11 and later lower for a GPU that they know the name of; 0.10 needs none."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    from jax.sharding import AbstractDevice
+
+    platform = ("gpu",) if len(inspect.signature(AbstractDevice).parameters) > 2 else ()
+    device = AbstractDevice("NVIDIA H200", None, *platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def lower(
+    head_dim=80, rotary_dim=None, dtype=jnp.bfloat16, packed=True, heads=HEADS, tokens=TOKENS,
+    **options,
+):  # fmt: skip
+    """The module that JAX would give to a GPU's compiler, as text."""
+    angles = jax.ShapeDtypeStruct((tokens, (rotary_dim or head_dim) // 2), jnp.float32)
+    cu_seqlens = jax.ShapeDtypeStruct((SEGMENTS + 1,), jnp.int32)
+    if packed:
+        function = pallas_kernels.fused_rope_attention_qkvpacked
+        qkv = (jax.ShapeDtypeStruct((tokens, 3, heads, head_dim), dtype),)
+    else:
+        function = pallas_kernels.fused_rope_attention
+        qkv = (jax.ShapeDtypeStruct((tokens, heads, head_dim), dtype),) * 3
+    function = jax.jit(functools.partial(function, **{"implementation": "triton"} | options))
+    with cuda_device():
+        traced = function.trace(*qkv, angles, angles, cu_seqlens)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels(module):
+    return module.count("__gpu$xla.gpu.ptx") + module.count("__gpu$xla.gpu.triton")
+
+
+@pytest.mark.parametrize("fuse", ["qk", "q", "none"])
+@pytest.mark.parametrize("max_seqlen", [WINDOW, 64, 128, STREAM])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_every_kernel_dtype_and_fusion(gpu, dtype, max_seqlen, fuse):
+    module = lower(dtype=dtype, max_seqlen=max_seqlen, fuse=fuse)
+    assert kernels(module) == (1 if fuse == "qk" else 2)
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim(head_dim):
+    assert kernels(lower(head_dim, max_seqlen=WINDOW, fuse="qk")) == 1
+    if head_dim in (8, 24, 64, 72, 80, 96, 128, 200, 256):
+        assert kernels(lower(head_dim, max_seqlen=STREAM, fuse="q")) == 2
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 40), (80, 70), (72, 66), (128, 2)])
+def test_partial_rotation(head_dim, rotary_dim):
+    for max_seqlen, fuse in ((WINDOW, "qk"), (STREAM, "none")):
+        assert kernels(lower(head_dim, rotary_dim, max_seqlen=max_seqlen, fuse=fuse)) >= 1
+
+
+@pytest.mark.parametrize("heads", [1, 7, 12])
+def test_any_number_of_heads(heads):
+    assert kernels(lower(heads=heads, packed=False, max_seqlen=64)) == 1
+
+
+@pytest.mark.parametrize(("fuse", "max_seqlen"), [("qk", WINDOW), ("none", STREAM)])
+def test_where_integers_have_64_bits_by_default(fuse, max_seqlen):
+    with jax.enable_x64(True):
+        assert kernels(lower(fuse=fuse, max_seqlen=max_seqlen)) >= 1
+
+
+def equations(part):
+    """All equations of a jaxpr, or of what holds one, and of those within."""
+    if isinstance(part, list | tuple):
+        for each in part:
+            yield from equations(each)
+    part = getattr(part, "jaxpr", part)
+    for eqn in getattr(part, "eqns", ()):
+        yield eqn
+        yield from equations([*eqn.params.values()])
+
+
+@pytest.mark.parametrize("precision", ["highest", "TF32_TF32_F32", "BF16_BF16_F32_X3"])
+@pytest.mark.parametrize("max_seqlen", [64, STREAM])
+def test_products_are_the_kernels_own_choice(max_seqlen, precision):
+    """A program may ask for other products by default: split or in fp32, bf16 ones take longer."""
+    attend = functools.partial(
+        pallas_kernels.fused_rope_attention_qkvpacked,
+        max_seqlen=max_seqlen,
+        implementation="triton",
+    )
+    shapes = ((TOKENS, 3, HEADS, 80), jnp.bfloat16), ((TOKENS, 40), jnp.float32)
+    qkv, angles = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    cu_seqlens = jax.ShapeDtypeStruct((SEGMENTS + 1,), jnp.int32)
+    with cuda_device(), jax.default_matmul_precision(precision):
+        traced = jax.make_jaxpr(attend)(qkv, angles, angles, cu_seqlens)
+    products = [eqn for eqn in equations(traced) if eqn.primitive.name == "dot_general"]
+    assert {eqn.params["precision"] for eqn in products} == {(jax.lax.Precision.DEFAULT,) * 2}
+
+
+def test_another_table_for_a_while():
+    """What JAX has traced of a call serves no other table."""
+    wide = Row("window", Launch(64, 64, num_warps=8, num_stages=1), max_length=64)
+    table = Table({"default": Device(None, (wide,))})
+    with compiling_by("xla"):  # which leaves the launch legible
+        before = lower(max_seqlen=64)
+        with choose.launching_by(table):
+            assert "num_warps = 8" in lower(max_seqlen=64)
+        assert "num_warps = 8" not in before
+        assert lower(max_seqlen=64) == before
+
+
+def test_packed_qkv_is_read_in_place():
+    module = lower(max_seqlen=64)
+    for copy in ("stablehlo.slice", "stablehlo.gather", "stablehlo.transpose", "stablehlo.concat"):
+        assert copy not in module
+
+
+def test_auto_lowers_to_the_kernel():
+    assert kernels(lower(max_seqlen=64, implementation="auto")) == 1

@@ -1,0 +1,186 @@
+"""The specialised kernel: when it is taken and, on its GPU, the whole contract."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import triton_kernels
+from tests.kernel_cases import assert_accurate, make_case, relative_rms
+from tests.kernel_contract import KernelContract
+from tests.kernel_stress_contract import StressContract
+from tests.triton_kernels.adapter import TorchAdapter, forget_launches
+from tests.triton_kernels.stand_ins import A100, H100, H200, hopper
+from triton_kernels import attention
+from triton_kernels.launching import fast_path, plan
+from triton_kernels.launching import hopper as specialized
+from triton_kernels.launching.choose import launch_source, launching_by
+from triton_kernels.launching.descriptors import can_describe
+from triton_kernels.launching.hopper import is_specialized
+from triton_kernels.launching.plan import form_of
+
+SHAPE = {"dtype": torch.bfloat16, "head_dim": 80, "max_seqlen": 9216, "tokens": 9216, "heads": 16}
+
+
+def takes(gpu=H200, specialized=True, **changes):
+    return is_specialized(**SHAPE | changes, source=hopper(gpu, specialized))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"gpu": H100}, {"dtype": torch.float16}, {"head_dim": 72}, {"head_dim": 128},
+        {"max_seqlen": 768}, {"max_seqlen": 768, "head_dim": 128},  # in many segments
+        {"tokens": 1936, "max_seqlen": 1936},  # 256 programs, of two waves' 264
+        {"tokens": 3136, "max_seqlen": 3136},  # 400 programs, of four waves' 528
+        {"tokens": 2304, "max_seqlen": 2304, "head_dim": 128},  # 288 programs, of three waves' 396
+        {"tokens": 2304, "max_seqlen": 2304, "head_dim": 72},
+    ],
+)  # fmt: skip
+def test_long_images_of_wide_heads_take_it(on_hopper, changes):
+    assert takes(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gpu": A100}, {"gpu": None}, {"specialized": False},
+        {"dtype": torch.float32}, {"head_dim": 64}, {"head_dim": 136},
+        {"max_seqlen": 767}, {"max_seqlen": 767, "head_dim": 128},
+        {"tokens": 2304, "max_seqlen": 2304},
+        {"tokens": 2304, "max_seqlen": 2304, "head_dim": 112},
+        {"tokens": 2112, "max_seqlen": 2112, "head_dim": 128},  # 272 of 396
+    ],
+)  # fmt: skip
+def test_others_do_not(on_hopper, changes):
+    assert not takes(**changes)
+
+
+@pytest.mark.parametrize("longest", [np.int64(9216), np.int32(9216)], ids=repr)
+def test_a_bound_of_numpy_s_is_launched_as_a_number(on_hopper, monkeypatch, longest):
+    """And so is a number after it, whose plan is the same."""
+    launched = []
+    monkeypatch.setattr(fast_path, "run", lambda call, *_: launched.append(call))
+    monkeypatch.setattr(attention, "launch_source", lambda _: hopper())
+    monkeypatch.setattr(attention, "INTERPRETED", True)
+    # In its key the kernel would look for functions that it calls, which are interpreted here.
+    monkeypatch.setattr(plan, "binary_of", lambda *_: None)
+    forget_launches()
+    angles = torch.empty(9216, 40)
+    cu_seqlens = torch.tensor([0, 9216], dtype=torch.int32)
+    qkv = torch.empty(9216, 3, 16, 80, dtype=torch.bfloat16)
+    for bound in (longest, 9216):
+        triton_kernels.fused_rope_attention_qkvpacked(
+            qkv, angles, angles, cu_seqlens, max_seqlen=bound, implementation="triton"
+        )
+    forget_launches()
+    attentions = [call for call in launched if call.kernel is specialized.specialized_kernel]
+    assert len(attentions) == 2
+    assert {type(x) for call in attentions for x in call.numbers} == {int, float}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tokens", "max_seqlen", "overlap"),
+    [(H100, 1024, 1024, True), (H100, 9216, 9216, True), (H100, 1024, 512, False),
+     (A100, 1024, 1024, False)],
+)  # fmt: skip
+def test_it_starts_while_the_rotation_ends(
+    on_hopper, monkeypatch, gpu, tokens, max_seqlen, overlap
+):
+    monkeypatch.setattr(plan, "binary_of", lambda *_: None)
+    angles, cu_seqlens = torch.empty(tokens, 40), torch.empty(2, dtype=torch.int32)
+    qkv = torch.empty(tokens, 3, 16, 80, dtype=torch.bfloat16)
+    form = form_of((qkv, angles, angles, cu_seqlens))
+    forget_launches()
+    [rotation], attending = plan.plan(form, True, hopper(gpu), max_seqlen, 0.1, "none", True)
+    forget_launches()
+    assert attending.overlap == overlap
+    assert not rotation.call.overlap  # what is in front of it is not known
+    assert (attending.kernel is specialized.specialized_kernel) == overlap
+    # On such GPUs the rotation is compiled to let the next kernel start; others do not know how.
+    assert rotation.call.constants[-1] is (gpu is H100)
+
+
+def test_where_it_cannot_run_none_do(monkeypatch):
+    monkeypatch.setattr(specialized, "_CAN_RUN", False)
+    assert not takes()
+
+
+def test_without_gluon_the_stream_kernel_is_launched():
+    """As where a version of Triton has it elsewhere; a process of its own, as it is imported."""
+    code = (
+        "import sys; sys.modules['triton.experimental.gluon'] = None\n"
+        "import triton_kernels\n"
+        "from triton_kernels import specialized\n"
+        "assert specialized.specialized_kernel is None and not specialized._CAN_RUN\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_launches_of_a_table_may_be_without_it(on_hopper):
+    sources = []
+    for allowed in (True, False):
+        with launching_by(launch_source(None).table, specialized=allowed):
+            sources.append(launch_source(None))
+    assert [source.specialized for source in (*sources, launch_source(None))] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("strides", "can"),
+    [((3840, 80), True), ((80, 2**30), True), ((3840, 0), False), ((2**39, 80), False)],
+)
+def test_which_strides_descriptors_have(strides, can):
+    assert can_describe(strides) == can
+
+
+class Forced(TorchAdapter):
+    """Every call that is rotated beforehand takes the specialised kernel, however small."""
+
+    implementation = "triton"
+
+    @pytest.fixture(autouse=True)
+    def forced(self, monkeypatch):
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs a GPU of compute capability 9.0")
+
+        def can_be(dtype, head_dim, *_):
+            return dtype != torch.float32 and head_dim <= 128
+
+        monkeypatch.setattr(plan, "is_specialized", can_be)
+        forget_launches()
+        yield
+        forget_launches()
+
+
+@pytest.mark.gpu
+class TestKernel(Forced, KernelContract, StressContract):
+    # Tiles that are masked in the first and whole afterwards; segments that meet within a group of
+    # warps, within a block, and across blocks; empty ones; many blocks of one.
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize("head_dim", [16, 24, 64, 72, 80, 88, 96, 112, 120, 128])
+    def test_segments_of_many_lengths(self, dtype, head_dim):
+        lengths = (700, 1, 0, 129, 513, 64, 128, 127, 300, 0, 0, 1024, 5)
+        case = make_case(lengths, head_dim=head_dim, dtype=dtype, leading=37, trailing=211)
+        assert_accurate(self.attention(case, max_seqlen=1024, fuse="none"), case)
+
+    def test_infinities_of_a_neighbour_stay_there(self):
+        """They come with a tile whose other rows they belong to, and meet zeros."""
+        case = make_case((100, 90, 200), head_dim=80)
+        expected = self.attention(case, max_seqlen=1024, fuse="none")
+        case.qkv[100:190, 2] = float("inf")
+        found = self.attention(case, max_seqlen=1024, fuse="none")
+        for part in (slice(100), slice(190, 390)):
+            assert relative_rms(found[part], expected[part]) < 4e-3
+
+    def test_it_is_what_runs(self, monkeypatch):
+        launched = []
+        run = plan.make_call
+        monkeypatch.setattr(
+            plan, "make_call", lambda kernel, *rest: launched.append(kernel) or run(kernel, *rest)
+        )
+        forget_launches()
+        self.attention(make_case((300,), head_dim=80), max_seqlen=1024, fuse="none")
+        assert specialized.specialized_kernel in launched

@@ -1,0 +1,183 @@
+"""A call goes around PyTorch's dispatcher only where nobody would have seen it there."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.kernel_cases import make_case
+from tests.triton_kernels.adapter import public_function, to_torch
+from triton_kernels.launching.dispatch import goes_unseen
+
+OPERATORS = {False: "fused_rope_attention.varlen", True: "fused_rope_attention.qkvpacked"}
+both_forms = pytest.mark.parametrize("packed", OPERATORS, ids=["separate", "packed"])
+
+
+def arguments_of(packed):
+    case = make_case((5, 9), head_dim=16, dtype="float32", trailing=2)
+    return [to_torch(x) for x in (case.packed if packed else case.separate)]
+
+
+def attend(packed, *arguments):
+    return public_function(packed)(*arguments, max_seqlen=16)
+
+
+class Witness:
+    """Notes what is called, in whichever mode it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def note(self, called, types, args=(), kwargs=None):
+        self.seen.append(str(called))
+        return called(*args, **(kwargs or {}))
+
+
+class DispatchWitness(Witness, TorchDispatchMode):
+    __torch_dispatch__ = Witness.note
+
+
+class FunctionWitness(Witness, TorchFunctionMode):
+    __torch_function__ = Witness.note
+
+
+@both_forms
+@pytest.mark.parametrize("mode", [DispatchWitness, FunctionWitness])
+def test_a_mode_sees_the_operator(mode, packed):
+    with mode() as witness:
+        attend(packed, *arguments_of(packed))
+    assert f"{OPERATORS[packed]}.default" in witness.seen
+
+
+@both_forms
+def test_gradients_within_a_mode(packed):
+    *tensors, cu_seqlens = arguments_of(packed)
+    tensors = [x.requires_grad_() for x in tensors]
+
+    def gradients():
+        out = attend(packed, *tensors, cu_seqlens)
+        first = torch.autograd.grad(out.square().sum(), tensors)
+        with_graph = torch.autograd.grad(attend(packed, *tensors, cu_seqlens).sum(), tensors[0],
+                                         create_graph=True)  # fmt: skip
+        return [*first, *torch.autograd.grad(with_graph[0].square().sum(), tensors)]
+
+    expected = gradients()
+    with DispatchWitness() as witness:
+        found = gradients()
+    assert "fused_rope_attention.backward.default" in witness.seen
+    assert all(map(torch.equal, found, expected))
+
+
+@both_forms
+def test_a_trace_holds_the_operator(packed):
+    arguments = arguments_of(packed)
+    traced = make_fx(lambda *x: attend(packed, *x))(*arguments)
+    assert f"{OPERATORS[packed]}.default" in [str(node.target) for node in traced.graph.nodes]
+    other = [x.flip(-1) if x.is_floating_point() else x for x in arguments]
+    assert torch.equal(traced(*other), attend(packed, *other))
+
+
+PROFILE = """
+import torch
+from tests.triton_kernels.launching.test_dispatch import OPERATORS, arguments_of, attend
+
+for packed in OPERATORS:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        attend(packed, *arguments_of(packed))
+    print(*[event.key for event in profile.key_averages()])
+"""
+
+
+def test_a_profile_names_the_operator():
+    """In a process of its own, where PyTorch's profiler keeps no GPU from that of JAX."""
+    run = subprocess.run(
+        [sys.executable, "-c", PROFILE], cwd=Path(__file__).parents[3],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    for names, operator in zip(run.stdout.splitlines(), OPERATORS.values(), strict=True):
+        assert operator.replace(".", "::") in names.split()
+
+
+@both_forms
+def test_each_input_alone_gets_its_gradient(packed):
+    *tensors, cu_seqlens = arguments_of(packed)
+    for x in tensors:
+        x.requires_grad_()
+        attend(packed, *tensors, cu_seqlens).sum().backward()
+        assert x.grad is not None
+        x.requires_grad_(False)
+
+
+def test_without_derivatives_a_plain_call_goes_unseen():
+    tensors = [torch.ones(2, requires_grad=grad) for grad in (False, True)]
+    found = {}
+    for name, context in {
+        "nothing": contextlib.nullcontext(),
+        "no_grad": torch.no_grad(),
+        "inference_mode": torch.inference_mode(),
+    }.items():
+        with context:
+            found[name] = [goes_unseen([x]) for x in tensors]
+    assert found == {"nothing": [True, False], "no_grad": [True] * 2, "inference_mode": [True] * 2}
+
+
+def test_a_lazy_negation_is_no_plain_call():
+    """Memory holds the opposite of such a tensor's values."""
+    *tensors, cu_seqlens = arguments_of(packed=False)
+    options = {"max_seqlen": 16, "implementation": "triton"}
+    expected = public_function(False)(*tensors, cu_seqlens, **options)
+    for i, x in enumerate(tensors):
+        lazy = [*tensors[:i], (-x)._neg_view(), *tensors[i + 1 :]]
+        assert torch.equal(public_function(False)(*lazy, cu_seqlens, **options), expected)
+
+
+def test_it_goes_unseen_on_another_thread_than_a_mode_is_on():
+    found = []
+    with DispatchWitness():
+        thread = threading.Thread(target=lambda: found.append(goes_unseen([torch.ones(2)])))
+        thread.start()
+        thread.join()
+        assert not goes_unseen([torch.ones(2)])
+    assert found == [True]
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that holds another tensor and notes which operators meet it."""
+
+    seen: ClassVar = []
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, held.stride(), dtype=held.dtype, device=held.device
+        )
+
+    def __init__(self, held):
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, called, types, args=(), kwargs=None):
+        cls.seen.append(str(called))
+        return called(*(x.held if isinstance(x, cls) else x for x in args), **(kwargs or {}))
+
+
+@both_forms
+def test_any_tensor_of_a_subclass_has_the_operator_seen(packed, monkeypatch):
+    arguments = arguments_of(packed)
+    expected = attend(packed, *arguments)
+    for i, x in enumerate(arguments):
+        monkeypatch.setattr(Wrapper, "seen", [])
+        with torch.no_grad():
+            out = attend(packed, *arguments[:i], Wrapper(x), *arguments[i + 1 :])
+        assert Wrapper.seen == [f"{OPERATORS[packed]}.default"]
+        assert torch.equal(out, expected)

@@ -1,0 +1,108 @@
+"""Which calls share a binary, shown without a GPU by a stand-in for Triton's launcher."""
+
+import pytest
+import torch
+
+from tests.triton_kernels.stand_ins import Driver
+from triton_kernels.launching import launch as run_module
+from triton_kernels.launching.table import Launch
+
+LAUNCH = Launch(64, 64, 4, 1)
+X = torch.zeros(4, dtype=torch.bfloat16)
+
+
+class Binary:
+    """Notes what it is launched with."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def run(self, *arguments):
+        self.calls.append(("binary", arguments[:3], arguments[9:]))
+        assert arguments[3:9] == ("stream", "function", "metadata", None, None, None)
+
+
+class Kernel:
+    __name__ = "kernel"
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.calls.append(("triton", grid, arguments, options))
+            return Binary(self.calls)
+
+        return launch
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(run_module, "CompiledKernel", Binary)
+    monkeypatch.setattr(run_module, "driver", Driver)
+    return Kernel()
+
+
+def call(kernel, programs=7, numbers=(100, 0.5), aligned=True, **kind):
+    """A call of one kind; what its binary depends on may be another's."""
+    kind = {"dtype": X.dtype, "device": X.device, "constants": (16, 80), "launch": LAUNCH} | kind
+    binary = run_module.binary_of(kernel, **kind) if aligned else None
+    device = kind["device"].index
+    return run_module.Call(
+        kernel, programs, kind["launch"], numbers, kind["constants"], device, binary
+    )
+
+
+def run(kernel, **options):
+    run_module.run(call(kernel, **options), (X,))
+
+
+def launched_by(kernel):
+    return [call[0] for call in kernel.calls]
+
+
+def test_triton_looks_at_the_first_call_alone(kernel):
+    run(kernel, programs=7, numbers=(100, 0.5))
+    run(kernel, programs=9, numbers=(200, 0.25))
+    assert launched_by(kernel) == ["triton", "binary"]
+    _, grid, arguments, options = kernel.calls[0]
+    assert (grid, arguments) == ((7,), (X, 100, 0.5, 16, 80))
+    assert options["num_warps"] == 4
+    assert options["maxnreg"] is None
+    assert kernel.calls[1] == ("binary", (9, 1, 1), (X.data_ptr(), 200, 0.25, 16, 80))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtype": torch.float16},
+        {"device": torch.device("cuda", 1)},
+        {"constants": (16, 72)},
+        {"launch": LAUNCH._replace(maxnreg=128)},
+    ],
+)
+def test_what_a_binary_depends_on(kernel, other):
+    run(kernel)
+    run(kernel, **other)
+    assert launched_by(kernel) == ["triton", "triton"]
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profilers_hooks_are_left_to_triton(kernel, name):
+    hooks = getattr(run_module.knobs.runtime, name)
+    run(kernel)
+    hooks.add(print)
+    try:
+        run(kernel)
+    finally:
+        hooks.remove(print)
+    run(kernel)
+    assert launched_by(kernel) == ["triton", "triton", "binary"]
+
+
+def test_unaligned_tensors_are_looked_at_each_time(kernel):
+    for _ in range(2):
+        run(kernel, aligned=False)
+    assert launched_by(kernel) == ["triton", "triton"]

@@ -1,0 +1,91 @@
+"""Rotation as a pass of its own, for the strategies that want Q or K rotated beforehand.
+
+Bound by memory alone: one read and one write of x, the angles read once for all heads of a token.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from triton_kernels.kernels.tiles import load_angles, load_pairs, rotary_tile, store_rotated
+
+# Sizes and strides vary from call to call: one binary serves all.
+NUMBERS = (
+    "tokens",
+    *("x_stride", "x_head_stride", "out_stride", "out_part_stride"),
+    "angle_stride",
+)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def rotate_kernel(
+    # tensors
+    x_ptr, out_ptr, cos_ptr, sin_ptr,
+    # sizes
+    tokens,
+    # strides, see ALIGNED; the last axis is contiguous
+    x_stride, x_head_stride,
+    out_stride, out_part_stride,
+    angle_stride,
+    # shape of a head and how it is cut
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr,
+    # strides of x and out come in units of 8 elements, else of 1; the angles' of ANGLE_UNIT
+    ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
+    # how many of Q and K there are, whose heads stand one behind the other in x
+    PARTS: tl.constexpr,
+    # rows of a tile, heads of a program
+    BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    # attention that is launched early may start, as soon as there is room for it
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Rotate into the paired order, and the places, that load_rotary reads from.
+
+    One program for each (token block, part, group of heads).
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+    # Written out, the factors tell the compiler that it may load 16 bytes at a time.
+    UNIT: tl.constexpr = 8 if ALIGNED else 1
+    x_stride, out_stride = x_stride * UNIT, out_stride * UNIT
+    x_head_stride = x_head_stride.to(tl.int64) * UNIT
+    out_part_stride = out_part_stride.to(tl.int64) * UNIT
+    angle_stride = angle_stride * ANGLE_UNIT
+    GROUPS: tl.constexpr = tl.cdiv(HEADS, GROUP)
+    first = (tl.program_id(0) // GROUPS // PARTS).to(tl.int64) * BLOCK
+    part = tl.program_id(0) // GROUPS % PARTS
+    first_head = (tl.program_id(0) % GROUPS) * GROUP
+    group = tl.minimum(GROUP, HEADS - first_head)
+    rows = tl.arange(0, BLOCK)
+    mask = rows < tokens - first
+    cos_ptr += first * angle_stride
+    sin_ptr += first * angle_stride
+    x_ptr += first * x_stride + (part * HEADS + first_head) * x_head_stride
+    out_ptr += first * out_stride + part * out_part_stride
+    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
+    x_head = x_ptr
+    for i in range(0, group):
+        rotate_tile(
+            x_head, x_stride, out_ptr, out_stride,
+            rows, mask, cos, sin, first_head + i, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM,
+        )  # fmt: skip
+        x_head += x_head_stride
+    if TAIL > 0:
+        cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
+        x_head = x_ptr
+        for i in range(0, group):
+            rotate_tile(
+                x_head, x_stride, out_ptr, out_stride,
+                rows, mask, cos, sin, first_head + i, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM,
+            )  # fmt: skip
+            x_head += x_head_stride
+
+
+@triton.jit
+def rotate_tile(x_ptr, x_stride, out_ptr, out_stride, rows, mask, cos, sin, head,
+                FIRST: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
+                HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
+    """Rotate columns FIRST .. FIRST + WIDTH (in paired order) of one head; 0 past head_dim."""
+    pairs = load_pairs(x_ptr, x_stride, rows, mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
+    y = rotary_tile(pairs, cos, sin, True)
+    store_rotated(out_ptr, out_stride, rows, mask, y, head, HEADS, FIRST, WIDTH)

@@ -1,0 +1,193 @@
+"""Attention within long segments: softmax over blocks of keys, for which see softmax.py.
+
+A program owns a block of consecutive tokens, whatever segments they belong to, and serves each
+segment that reaches into its block. So every row of the result is written by exactly one program,
+the grid needs no bound on a segment's length, and long and short segments share one launch.
+"""
+
+import triton
+import triton.language as tl
+
+from triton_kernels.kernels.softmax import reference_fits, visit_segment
+from triton_kernels.kernels.tiles import (
+    cast,
+    load_angles,
+    load_columns,
+    load_rotary,
+    rotary_tile,
+    sector_shift,
+    segment_bounds,
+    store_columns,
+)
+
+# Sizes and strides vary from call to call: one binary serves all.
+NUMBERS = (
+    *("tokens", "segments"),
+    *("q_stride", "q_head_stride", "k_stride", "k_head_stride", "v_stride", "v_head_stride"),
+    "angle_stride",
+)
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=("cu_seqlens_ptr",))
+def stream_kernel(
+    # tensors
+    q_ptr, k_ptr, v_ptr, out_ptr,
+    cos_ptr, sin_ptr, cu_seqlens_ptr,
+    # sizes and scale
+    tokens, segments, scale_log2,
+    # strides, see ALIGNED; the last axis is contiguous
+    q_stride, q_head_stride,
+    k_stride, k_head_stride,
+    v_stride, v_head_stride,
+    angle_stride,
+    # shape of a head and how it is cut
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr,
+    # strides of q, k, v come in units of 8 elements, else of 1; the angles' in units of ANGLE_UNIT
+    ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
+    # what is rotated here
+    ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
+    # online softmax for all rows: see is_online
+    ONLINE: tl.constexpr,
+    # rows of a query tile and of a key tile
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program for each (head, token block); blocks run fastest and share the head's K and V."""
+    # Written out, the factors tell the compiler that it may load 16 bytes at a time.
+    UNIT: tl.constexpr = 8 if ALIGNED else 1
+    q_stride, k_stride, v_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT
+    angle_stride = angle_stride * ANGLE_UNIT
+    blocks = tl.cdiv(tokens, BLOCK)
+    head = tl.program_id(0) // blocks
+    block_start = (tl.program_id(0) % blocks) * BLOCK
+    block_end = tl.minimum(block_start + BLOCK, tokens)
+    dtype = out_ptr.dtype.element_ty
+    rows = tl.arange(0, BLOCK)
+    token = block_start + rows
+
+    first = block_start.to(tl.int64)
+    q_ptr += first * q_stride + head.to(tl.int64) * q_head_stride * UNIT
+    out_stride = HEADS * HEAD_DIM
+    out_ptr += first * out_stride + head * HEAD_DIM
+
+    mask = token < block_end
+    q_cos_ptr = cos_ptr + first * angle_stride
+    q_sin_ptr = sin_ptr + first * angle_stride
+    cos, sin = load_angles(q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
+    q = load_rotary(
+        q_ptr, q_stride, rows, mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+    )
+    q = rotary_tile(q, cos, sin, ROTATE_Q)  # [BLOCK, MAIN]
+    q_tail = q  # stands in where there is no tail
+    if TAIL > 0:
+        cos, sin = load_angles(
+            q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
+        )
+        q_tail = load_rotary(
+            q_ptr, q_stride, rows, mask, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+        )
+        q_tail = rotary_tile(q_tail, cos, sin, ROTATE_Q)  # [BLOCK, TAIL]
+    if ROTATE_Q and BLOCK >= 64:
+        # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared
+        # memory but what was computed from registers, and then wait for each other. So the rotated
+        # tile is written to the result, whose rows are this program's own, and loaded again.
+        store_columns(out_ptr, out_stride, rows, mask, q, 0, MAIN, HEAD_DIM)
+        if TAIL > 0:
+            store_columns(out_ptr, out_stride, rows, mask, q_tail, MAIN, TAIL, HEAD_DIM)
+        tl.debug_barrier()
+        q = load_columns(out_ptr, out_stride, rows, mask, 0, MAIN, HEAD_DIM)
+        if TAIL > 0:
+            q_tail = load_columns(out_ptr, out_stride, rows, mask, MAIN, TAIL, HEAD_DIM)
+
+    k_ptr += head.to(tl.int64) * k_head_stride * UNIT
+    v_ptr += head.to(tl.int64) * v_head_stride * UNIT
+    # A row of 72 columns of 16 bits is 144 bytes: every second head's begin within a sector. There
+    # the tiles of V, and so of the result, begin as many columns earlier as the sector does.
+    v_shift = None
+    if ALIGNED and HEAD_DIM % 16 == 8 and dtype != tl.float32:
+        v_shift = sector_shift(v_ptr)
+    first_segment = tl.maximum(last_start_at(cu_seqlens_ptr, block_start, segments), 0)
+    last_segment = last_start_at(cu_seqlens_ptr, block_end - 1, segments)
+    covered, misfits = attend_segments(
+        k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
+        k_stride, v_stride, angle_stride, out_stride, v_shift,
+        first_segment, last_segment, block_start, token < block_end, q, q_tail, head,
+        HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
+    )  # fmt: skip
+    if not ONLINE:
+        # Rows that their reference does not fit, again. If there are none, for no segment: within a
+        # branch the compiler would have the products wait for each other.
+        are_misfits = tl.sum(misfits.to(tl.int32), 0) > 0
+        attend_segments(
+            k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
+            k_stride, v_stride, angle_stride, out_stride, v_shift,
+            first_segment, tl.where(are_misfits, last_segment, -1), block_start, misfits,
+            q, q_tail, head,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, True,
+        )  # fmt: skip
+
+    # Tokens of no segment.
+    mask = (token < block_end) & (covered == 0)
+    zeros = tl.zeros([BLOCK, MAIN], dtype)
+    store_columns(out_ptr, out_stride, rows, mask, zeros, 0, MAIN, HEAD_DIM)
+    if TAIL > 0:
+        zeros = tl.zeros([BLOCK, TAIL], dtype)
+        store_columns(out_ptr, out_stride, rows, mask, zeros, MAIN, TAIL, HEAD_DIM)
+
+
+@triton.jit
+def attend_segments(
+    # the head's K and V, and the angles, from their first token on; the result from the block's
+    k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
+    k_stride, v_stride, angle_stride, out_stride, v_shift,
+    # from which segment to which; the block's first token, and which of its tokens are wanted
+    first_segment, last_segment, block_start, wanted, q, q_tail, head,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr,
+    ROTATE_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr,
+):  # fmt: skip
+    """Write the result of the wanted tokens; returns which have a segment, and which misfit."""
+    dtype = out_ptr.dtype.element_ty
+    BLOCK: tl.constexpr = q.shape[0]
+    rows = tl.arange(0, BLOCK)
+    token = block_start + rows
+    covered = tl.zeros([BLOCK], tl.int1)
+    misfits = tl.zeros([BLOCK], tl.int1)
+    # What is moved out of this loop stays alive through the loop over keys, in registers or in
+    # memory. Only wide heads and fp32, short of registers in any case, run faster that way.
+    HOIST: tl.constexpr = HEAD_DIM > 128 or dtype == tl.float32
+    for segment in tl.range(first_segment, last_segment + 1, disable_licm=not HOIST):
+        start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
+        keys = tl.where(end > block_start, end - start, 0)  # 0: only padding follows it
+        row_sum, acc, acc_tail = visit_segment(
+            k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
+            start, keys, q, q_tail, head,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
+        )  # fmt: skip
+        rescale = (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
+        out, out_tail = acc * rescale, acc_tail * rescale
+        mask = (token >= start) & (token < end) & wanted
+        covered = covered | mask
+        if not ONLINE:
+            fits = reference_fits(row_sum, out, out_tail, dtype, TAIL)
+            misfits = misfits | (mask & (fits == 0))
+            mask = mask & fits
+        out, out_tail = cast(out, dtype), cast(out_tail, dtype)
+        store_columns(out_ptr, out_stride, rows, mask, out, 0, MAIN, HEAD_DIM, v_shift)
+        if TAIL > 0:
+            store_columns(out_ptr, out_stride, rows, mask, out_tail, MAIN, TAIL, HEAD_DIM, v_shift)
+    return covered, misfits
+
+
+@triton.jit
+def last_start_at(cu_seqlens_ptr, token, segments):
+    """The last segment whose start is at most `token`, by bisection; -1 if there is none."""
+    low = -1
+    high = segments
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens_ptr + middle) <= token:
+            low = middle
+        else:
+            high = middle
+    return low

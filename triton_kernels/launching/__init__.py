@@ -1,0 +1,1 @@
+"""Which kernel, which tiles, and the launch."""

@@ -1,0 +1,120 @@
+"""Launching a kernel without Triton's slow look at every argument of every call."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from triton_kernels.launching.descriptors import Address, Tile
+from triton_kernels.launching.table import Launch
+
+
+@dataclass(slots=True)
+class Binary:
+    """A kernel's machine code, known once Triton has been asked for it.
+
+    Attributes:
+        compiled: None until then, and always in the interpreter, which compiles nothing.
+    """
+
+    compiled: CompiledKernel | None = None
+
+
+class Call(NamedTuple):
+    """All of a launch but its tensors.
+
+    Attributes:
+        kernel: takes descriptors, the tensors, the numbers and the constants, in this order.
+        programs: of a one-dimensional grid.
+        launch: block sizes, warps, stages, registers.
+        numbers: sizes, scale and strides.
+        constants: what the kernel is compiled for.
+        device: index of the GPU; None for the CPU, where Triton interprets.
+        tiles: what the kernel takes descriptors of, in front of its tensors.
+        binary: what is launched, see `binary_of`; None where Triton has to look at each call.
+        overlap: it may start before the kernel in front of it has ended, for which it waits itself
+            (CUDA's programmatic dependent launch); the same for all calls of a kernel.
+    """
+
+    kernel: JITFunction
+    programs: int
+    launch: Launch
+    numbers: tuple[int | float, ...]
+    constants: tuple[Any, ...]
+    device: int | None
+    binary: Binary | None
+    tiles: tuple[Tile, ...] = ()
+    overlap: bool = False
+
+
+# One for each kind of call, however many sizes there are: no size is in the key.
+@functools.cache
+def binary_of(
+    kernel: JITFunction,
+    dtype: torch.dtype,
+    device: torch.device,
+    constants: tuple[Any, ...],
+    launch: Launch,
+) -> Binary:
+    """The binary for all calls of one kind: tensors aligned, of a dtype and device; numbers 32-bit.
+
+    It depends on nothing else, since such numbers are not specialised on.
+    """
+    return Binary()
+
+
+def run(
+    call: Call, tensors: Sequence[torch.Tensor], described: Sequence[torch.Tensor] = ()
+) -> None:
+    """Launch a call on its tensors, which are on the current device.
+
+    described: the tensors of its tiles.
+    """
+    if launch(call, [x.data_ptr() for x in tensors], [x.data_ptr() for x in described]):
+        return
+    options = call.launch
+    compiled = call.kernel[(call.programs,)](
+        *[tile.of(described[tile.tensor]) for tile in call.tiles],
+        *tensors,
+        *call.numbers,
+        *call.constants,
+        num_warps=options.num_warps,
+        num_stages=options.num_stages,
+        maxnreg=options.maxnreg,
+        enable_fp_fusion=True,
+        launch_pdl=call.overlap,
+    )
+    # The interpreter returns none.
+    if call.binary is not None and isinstance(compiled, CompiledKernel):
+        call.binary.compiled = compiled
+
+
+def launch(call: Call, addresses: Sequence[int], described: Sequence[int] = ()) -> bool:
+    """Launch a call whose binary is known on the addresses of its tensors, and of its tiles'.
+
+    Whether it is known, and was launched.
+    """
+    compiled = None if call.binary is None else call.binary.compiled
+    if compiled is None or _hooked():
+        return False
+    descriptors = [tile.of(Address(described[tile.tensor])) for tile in call.tiles]
+    stream = driver.active.get_current_stream(call.device)
+    hooks = (None, None, None)  # gathering what they would be told takes Triton microseconds
+    # Addresses, as for a tensor Triton would ask the driver whose memory it is.
+    compiled.run(
+        call.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks,
+        *descriptors, *addresses, *call.numbers, *call.constants,
+    )  # fmt: skip
+    return True
+
+
+def _hooked() -> bool:
+    """Whether a profiler asked Triton to be told of launches."""
+    runtime = knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
