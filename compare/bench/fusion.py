@@ -17,7 +17,7 @@ from compare.common.environment import has_gpu
 from compare.common.result_files import Record
 from compare.implementations import kernels
 from compare.implementations.kernels import FUSE, KernelImplementation
-from compare.report.fusion_table import best_table, cells_of, times_table, verdict_line
+from compare.bench.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.workloads.kernels import DTYPES, SEGMENT_FRAMES, KernelWorkload, segments, variant
 
 # For each way of fusing, the twins.
