@@ -105,19 +105,24 @@ def write_report(directory: Path, out: Path) -> Path:
     """
     devices = read_devices(directory)
     result_files.check_writable(out)
-    sections = []
     for folder, parts in devices.items():
         _draw(folder, parts)
-        report = folder / REPORT
-        result_files.write_text(_device_report(folder, parts), report)
-        link = f"[Everything measured on it]({_link(report, out.parent)})"
-        told = (f"## {_device(parts)}", summary_table(parts), _checks(parts), link)
-        sections.append("\n\n".join(filter(None, told)))
-    result_files.write_text("\n\n".join(["# Results", *sections]) + "\n", out)
+        result_files.write_text(device_report(folder, parts), folder / REPORT)
+    result_files.write_text(overview(devices, out.parent), out)
     return out
 
 
-def _device_report(folder: Path, parts: _Parts) -> str:
+def overview(devices: Mapping[Path, _Parts], base: Path) -> str:
+    """Each device's summary and a link to its report; `base` is the directory of this one."""
+    lines = ["# Results"]
+    for folder, parts in devices.items():
+        link = f"[Everything measured on it]({_link(folder / REPORT, base)})"
+        lines += [f"## {_device(parts)}", summary_table(parts), _checks(parts), link]
+    return "\n\n".join(filter(None, lines)) + "\n"
+
+
+def device_report(folder: Path, parts: _Parts) -> str:
+    """One device's report: all that was measured, with the charts that lie in its directory."""
     lines = [f"# Results of {_device(parts)}", summary_table(parts)]
     if (folder / _HERO).is_file():
         lines.append(f"![Towers' time]({_HERO})")
