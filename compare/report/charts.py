@@ -34,6 +34,7 @@ _COLOURS = {
 }
 _STYLE = {
     "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "text.color": _INK,
     "axes.edgecolor": _SOFT_INK,
     "axes.labelcolor": _INK,
@@ -78,7 +79,7 @@ def _draw_hero_panel(panel: Axes, bars: Mapping[str, tuple[float, float | None]]
     longest = max(time_ms for time_ms, _ in bars.values())
     for row, (name, (time_ms, faster)) in enumerate(bars.items()):
         panel.barh(row, time_ms, color=_COLOURS.get(name, _PEER))
-        panel.text(time_ms, row, f" {number(time_ms)}", va="center")
+        _label_bar(panel, time_ms, row)
         if faster:
             panel.text(0.04 * longest, row, speedup(faster), va="center", fontweight="bold")
     _leave_names_and_bars(panel, 1.3 * longest)
@@ -247,13 +248,18 @@ def _draw_bars(
     times = [_fastest(records, names) / scale for names in bars.values()]
     panel.barh(range(len(bars)), times, color=[_COLOURS.get(name, _PEER) for name in bars])
     for row, time in enumerate(times):
-        text = f" {number(time)}" if time else " –"
-        panel.text(time, row, text, va="center", fontsize=8)
+        _label_bar(panel, time, row)
     floors = [record["floor_us"] for record in records.values() if record.get("floor_us")]
     if floors:
         panel.axvline(floors[0] / scale, color=_INK, linewidth=1, linestyle=(0, (3, 2)))
     panel.set_title(_size(workload), loc="left", fontsize=9)
     _leave_names_and_bars(panel, 1.3 * (max(times, default=0) or 1.0))
+
+
+def _label_bar(panel: Axes, time: float, row: int) -> None:
+    """A bar's number at its end, or a dash."""
+    place = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+    panel.annotate(number(time or None), (time, row), **place)
 
 
 def _leave_names_and_bars(panel: Axes, end: float) -> None:

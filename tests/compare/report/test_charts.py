@@ -78,6 +78,6 @@ def test_a_chart_shows_the_strongest_peer_of_every_workload(tmp_path):
         for workload, time in zip(workloads, of_name, strict=True)
     ]
     path = tmp_path / "frames.svg"
-    with mock.patch.object(Axes, "text") as drawn:
+    with mock.patch.object(Axes, "annotate") as drawn:
         charts.timing_chart(synthetic.as_results("kernels", records), workloads, "frames", path)
-    assert [call.args[2] for call in drawn.call_args_list] == [" 11", " 24", " 33"]
+    assert [call.args[0] for call in drawn.call_args_list] == ["11", "24", "33"]
