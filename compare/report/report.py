@@ -22,6 +22,7 @@ REPORT = "report.md"  # its name in a directory of results, and in that of each 
 PARTS = ("agreement", "stress", "kernels", "fusion", "towers", "integration")
 _FORMER_NAMES = {"stress": "trust"}  # of a part and its file
 _HERO = "hero.svg"
+_NOTES = "notes/README.md"  # what somebody wrote about the results beside it
 
 _SPREAD = (
     "Spread: 90th - 10th percentile over the median; it and the error are the largest of a row."
@@ -118,6 +119,8 @@ def overview(devices: Mapping[Path, _Parts], base: Path) -> str:
     for folder, parts in devices.items():
         link = f"[Everything measured on it]({_link(folder / REPORT, base)})"
         lines += [f"## {_device(parts)}", summary_table(parts), _checks(parts), link]
+    if (base / _NOTES).is_file():
+        lines += ["## Notes", f"[What is reached, what is missed, and what was tried]({_NOTES})"]
     return "\n\n".join(filter(None, lines)) + "\n"
 
 

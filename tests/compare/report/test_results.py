@@ -1,12 +1,14 @@
 """The committed results: what `python -m compare` reads or writes, and no more."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from compare.report import report
 
-RESULTS = Path(__file__).parents[3] / "compare" / "results"
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "compare" / "results"
 NOTES = sorted((RESULTS / "notes").glob("*.md"))
 
 
@@ -15,6 +17,13 @@ def test_every_json_file_is_read_by_the_report():
     read = {folder / f"{part}.json" for folder in devices for part in report.PARTS}
     unread = [str(path.relative_to(RESULTS)) for path in set(RESULTS.rglob("*.json")) - read]
     assert not unread, f"nothing reads {unread}: what they taught belongs into a note"
+
+
+def test_what_the_code_names_in_there_is_there():
+    packages = ("compare", "flax_models", "pallas_kernels", "triton_kernels", "tests")
+    for module in (path for package in packages for path in (ROOT / package).rglob("*.py")):
+        for named in re.findall(r"compare/results/[\w./-]+\w", module.read_text(encoding="utf-8")):
+            assert (ROOT / named).exists(), f"{module.relative_to(ROOT)} names {named}"
 
 
 def test_every_chart_is_shown():
