@@ -10,7 +10,7 @@ product anyway, divides. This saves the pass over memory that a separate norm ta
 
 The bias of gate and up comes after the norm, so it is added here. So is the bias of the attention's
 output, which the stream lacks: a product that adds one at its end is up to an eighth slower on an
-H200 (compare/results/nvidia-h200/late-norm.json). How both get into the stream, `tower_weights`
+H200 (compare/results/notes/towers.md). How both get into the stream, `tower_weights`
 says.
 
 The twin of compare/torch_tower/gated.py.
