@@ -141,6 +141,12 @@ def test_a_scale_that_changes_in_place():
     assert torch.equal(result, attend(scale=0.5, implementation="kernel"))
 
 
+def test_triton_is_another_word_for_the_kernel():
+    kernel, triton = (attend(implementation=name) for name in ("kernel", "triton"))
+    assert torch.equal(kernel, triton)
+    assert not torch.equal(kernel, attend(implementation="reference"))
+
+
 @pytest.mark.parametrize("name", ["k", "v", "cos", "sin", "cu_seqlens"])
 def test_all_tensors_must_be_on_one_device(name):
     x = dict(zip(NAMES, CASE.separate, strict=True))[name]

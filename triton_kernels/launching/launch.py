@@ -78,7 +78,9 @@ def binary_of(
     return Binary()
 
 
-def launch_call(call: Call, operands: Iterable[Operand], described: Sequence[Operand] = ()) -> None:
+def launch_kernel(
+    call: Call, operands: Iterable[Operand], described: Sequence[Operand] = ()
+) -> None:
     """Launch a call on the current device.
 
     By addresses where its binary is known, as for a tensor Triton would ask the driver whose memory

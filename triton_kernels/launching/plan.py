@@ -29,7 +29,7 @@ from triton_kernels.launching.choose import (
     window_limit,
 )
 from triton_kernels.launching.descriptors import Tile, can_describe, make_tile
-from triton_kernels.launching.launch import Call, Operand, binary_of, launch_call, operand
+from triton_kernels.launching.launch import Call, Operand, binary_of, launch_kernel, operand
 from triton_kernels.launching.table import Launch
 
 LOG2_E = 1.4426950408889634
@@ -146,15 +146,15 @@ def launch_plan(
     for call, first, written in rotations:
         rotated = torch.empty(written, dtype=x.dtype, device=x.device)
         into = operand(rotated)
-        launch_call(call, (qkv[first], into, cos, sin))
+        launch_kernel(call, (qkv[first], into, cos, sin))
         row = written[2] * x.itemsize
         parts = [(into[0] + i * row, rotated, i) for i in range(written[1])]
         qkv[first : first + written[1]] = parts
     out = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
     if attention.tiles:
-        launch_call(attention, (operand(out), cu_seqlens), qkv)
+        launch_kernel(attention, (operand(out), cu_seqlens), qkv)
     else:
-        launch_call(attention, (*qkv, operand(out), cos, sin, cu_seqlens))
+        launch_kernel(attention, (*qkv, operand(out), cos, sin, cu_seqlens))
     return out
 
 

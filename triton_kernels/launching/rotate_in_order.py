@@ -10,7 +10,7 @@ import triton
 
 from triton_kernels.kernels.rotate_in_order import rotate_in_order_kernel
 from triton_kernels.launching.fast_path import recall, remember
-from triton_kernels.launching.launch import Call, launch_call, operand
+from triton_kernels.launching.launch import Call, launch_kernel, operand
 from triton_kernels.launching.plan import Form, TensorForm, form_of, in_units, make_call
 from triton_kernels.launching.table import Launch
 
@@ -37,7 +37,7 @@ def rotate_in_order(
     if (call := recall(key)) is None:
         call = rotate_in_order_call(*key)
         remember(key, call)
-    launch_call(call, operands)
+    launch_kernel(call, operands)
 
 
 def rotate_in_order_call(form: Form, at_16: bool) -> Call:

@@ -60,7 +60,7 @@ def test_others_do_not(on_hopper, changes):
 def test_a_bound_of_numpy_s_is_launched_as_a_number(on_hopper, monkeypatch, longest):
     """And so is a number after it, whose plan is the same."""
     launched = []
-    monkeypatch.setattr(plan, "launch_call", lambda call, *_: launched.append(call))
+    monkeypatch.setattr(plan, "launch_kernel", lambda call, *_: launched.append(call))
     monkeypatch.setattr(attention, "launch_source", lambda _: hopper())
     monkeypatch.setattr(attention, "INTERPRETED", True)
     # In its key the kernel would look for functions that it calls, which are interpreted here.
