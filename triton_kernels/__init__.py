@@ -1,24 +1,20 @@
 """Fused 2D-RoPE attention over variable-length segments, in Triton for PyTorch.
 
-- The contract: `attention` (the public functions: choose the kernel and how much to fuse, launch),
-  `checks` (what is accepted, and the errors otherwise), `reference` (the unfused computation: CPU
-  path, differentiable path).
-- The kernels: `window_kernel` (a whole short segment in one tile), `stream_kernel` (long segments:
-  query blocks, and the segments that reach into them), `softmax` (its loop over a segment's keys,
-  block by block), `rotate_kernel` (rotation as a pass of its own), `tiles` (loading and rotating a
-  tile, which they share).
-- The kernel for long images on Hopper GPUs, where some warps load and others compute:
-  `specialized_kernel`, `specialized_softmax` and `specialized_tiles`, as `stream_kernel`, `softmax`
-  and `tiles` are for others.
-- Launching: `launch` (block sizes, warps, stages, registers, from `launches.json`), `launch_table`
-  (what that holds, and how a launch is found in it), `specialized` (when that kernel takes the
-  stream kernel's place, and what `fuse="auto"` means), `run`.
+- The contract: `attention` (the public functions), `checks` (what is accepted, and the errors
+  otherwise), `reference` (the unfused computation: CPU path, differentiable path), `operators`
+  (registration with `torch.library`).
+- `kernels`, what runs on the GPU: `window` (a whole short segment in one tile), `stream` (long
+  segments: query blocks, and the segments that reach into them), `softmax` (its loop over a
+  segment's keys), `rotate` (rotation as a pass of its own), `tiles` (loading and rotating a tile).
+  `hopper_stream`, `hopper_softmax` and `hopper_tiles` are the warp-specialized form of these for
+  long images on Hopper GPUs. `rotate_in_order` rotates in front of a library's attention.
+- `launching`, from a call to its launches: `choose` (which kernel, which tiles, what
+  `fuse="auto"` means) by the `table` in `launches.json`, `plan` (all launches of a call), `launch`
+  (one of them), `fast_path` (what is remembered, and the way around PyTorch's dispatcher),
+  `descriptors` of tensors for the copy engine, `rotate_in_order`.
+- `integrations`, for Hugging Face's models.
 
-Only here, not in its twin `pallas_kernels`: `operators` registers with `torch.library`, `dispatch`
-says when a call need not go through it, `calls` says what is launched for a call, `launches`
-launches it, and remembers it for calls like it, `descriptors` describes tensors to the copy engine,
-and `rotate_in_order` and its kernel rotate in front of a library's attention. `integrations` is for
-Hugging Face's models.
+`pallas_kernels` is its twin: the same rooms, and the same names for the same things.
 """
 
 try:

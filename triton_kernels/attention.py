@@ -1,4 +1,4 @@
-"""The public functions: check arguments, choose how much to fuse, launch."""
+"""The public functions: check arguments, choose how much to fuse, plan, launch."""
 
 import functools
 
@@ -6,20 +6,9 @@ import torch
 import triton
 
 from triton_kernels.checks import MAX_TOKENS, check_arguments
-from triton_kernels.launching.choose import launch_source
-from triton_kernels.launching.dispatch import goes_unseen
-from triton_kernels.launching.fast_path import (
-    Key,
-    Options,
-    Tensors,
-    is_behind,
-    key_of,
-    launch_again,
-    launch_plan,
-    remember,
-)
-from triton_kernels.launching.hopper import auto_fuse
-from triton_kernels.launching.plan import are_aligned, form_of, plan
+from triton_kernels.launching.choose import auto_fuse, launch_source
+from triton_kernels.launching.fast_path import Key, Options, goes_unseen, key_of, recall, remember
+from triton_kernels.launching.plan import Plan, launch_plan, make_plan
 from triton_kernels.reference import rope_attention_reference
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -57,8 +46,8 @@ def fused_rope_attention(
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice;
             else "none", or "q" where rotary_dim < head_dim and head_dim is a multiple of 16, but
-            for long images on Hopper GPUs, see specialized.py.
-        implementation: "triton" is the kernel (on a CPU: Triton's interpreter, if
+            for long images on Hopper GPUs, see launching/choose.py.
+        implementation: "kernel" is ours (on a CPU: Triton's interpreter, if
             TRITON_INTERPRET=1 was set before Triton was imported), "reference" plain PyTorch, whose
             fp32 products are as precise as PyTorch is told to make them; "auto" the kernel where
             the tensors are on a GPU that runs it, else the reference.
@@ -68,7 +57,7 @@ def fused_rope_attention(
 
     Raises:
         TypeError, ValueError: a dtype, shape, device, stride or keyword is not as stated above, or
-            implementation="triton" where the kernel cannot run.
+            implementation="kernel" where it cannot run.
         NotImplementedError: forward-mode differentiation.
         RuntimeError: a derivative by torch.func or, with is_grads_batched, of many results at once,
             which PyTorch refuses.
@@ -77,7 +66,7 @@ def fused_rope_attention(
     through the reference.
     """
     options = max_seqlen, scale, fuse, implementation
-    return _call((q, k, v, cos, sin, cu_seqlens), ("q", "k", "v"), options)
+    return _call((q, k, v, cos, sin, cu_seqlens), options)
 
 
 def fused_rope_attention_qkvpacked(
@@ -97,33 +86,25 @@ def fused_rope_attention_qkvpacked(
     fused_rope_attention.
     """
     options = max_seqlen, scale, fuse, implementation
-    return _call((qkv, cos, sin, cu_seqlens), ("qkv",), options)
+    return _call((qkv, cos, sin, cu_seqlens), options)
 
 
-def _call(tensors: Tensors, names: tuple[str, ...], options: Options) -> torch.Tensor:
-    """What both functions do.
-
-    Args:
-        tensors: (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
-        names: of the first ones.
-        options: max_seqlen, scale, fuse and implementation.
-    """
-    unseen = goes_unseen(tensors)
-    key = key_of(tensors, options) if unseen else None
-    if key is not None and (out := launch_again(key, tensors)) is not None:
-        return out
-    *qkv, cos, sin, cu_seqlens = tensors
-    check_arguments(qkv, names, cos, sin, cu_seqlens, *options)
+def _call(tensors: tuple[torch.Tensor, ...], options: Options) -> torch.Tensor:
+    """What both functions do, with max_seqlen, scale, fuse and implementation as options."""
+    if goes_unseen(tensors):
+        return attend(tensors, options)
+    _check(tensors, options)
     max_seqlen, scale, *others = options
-    scale = qkv[0].shape[-1] ** -0.5 if scale is None else float(scale)
-    options = _bound(max_seqlen), scale, *others
-    packed = len(qkv) == 1
-    if unseen:
-        q, k, v = qkv[0].unbind(1) if packed else qkv
-        return attend(q, k, v, cos, sin, cu_seqlens, *options, key)
+    scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
     operators = torch.ops.fused_rope_attention
-    operator = operators.qkvpacked if packed else operators.varlen
-    return operator.default(*tensors, *options)
+    operator = operators.qkvpacked if len(tensors) == 4 else operators.varlen
+    return operator.default(*tensors, _bound(max_seqlen), scale, *others)
+
+
+def _check(tensors: tuple[torch.Tensor, ...], options: Options) -> None:
+    *qkv, cos, sin, cu_seqlens = tensors
+    names = ("qkv",) if len(qkv) == 1 else ("q", "k", "v")
+    check_arguments(qkv, names, cos, sin, cu_seqlens, *options)
 
 
 def _bound(max_seqlen: int | None) -> int | None:
@@ -140,12 +121,13 @@ def runs_kernel(device: torch.device, implementation: str) -> bool:
     on_gpu = device.type == "cuda"
     if implementation == "auto":
         return on_gpu and _has_tensor_cores(device.index)
-    if implementation == "triton" and not (on_gpu or INTERPRETED):
+    kernel = implementation in ("kernel", "triton")
+    if kernel and not (on_gpu or INTERPRETED):
         raise ValueError(
-            "implementation='triton' needs tensors on a CUDA GPU (or TRITON_INTERPRET=1 set "
-            f"before Triton is imported), got tensors on {device}"
+            f"implementation={implementation!r} needs tensors on a CUDA GPU (or TRITON_INTERPRET=1 "
+            f"set before Triton is imported), got tensors on {device}"
         )
-    return implementation == "triton"
+    return kernel
 
 
 @functools.cache
@@ -154,46 +136,45 @@ def _has_tensor_cores(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int | None,
-    scale: float,
-    fuse: str,
-    implementation: str,
-    key: Key | None = None,
-) -> torch.Tensor:
-    """The computation behind the registered operators; the arguments are checked.
+def attend(tensors: tuple[torch.Tensor, ...], options: Options) -> torch.Tensor:
+    """The computation behind the registered operators, and of calls that go around them.
 
-    key: of the public function's call that this is, if that may be looked up later.
+    Args:
+        tensors: (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
+        options: max_seqlen, scale, fuse and implementation, as they are passed.
     """
-    kernel = runs_kernel(q.device, implementation)
-    if q.numel() == 0 or cu_seqlens.shape[0] == 1:
-        return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    if not kernel:
-        return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
-    if max_seqlen is None:
-        max_seqlen = cu_seqlens.long().diff().max()  # hostile lengths may pass 32 bits
-    max_seqlen = int(max_seqlen)  # Triton launches no numbers of NumPy's
-    source = launch_source(q.device.index)
+    addresses = [x.data_ptr() for x in tensors]
+    key = key_of(tensors, addresses, options)
+    plan = None if key is None else recall(key)
+    if plan is None:  # no call like this one has been checked
+        _check(tensors, options)
+        *qkv, cos, sin, cu_seqlens = tensors
+        q, k, v = qkv[0].unbind(1) if len(qkv) == 1 else qkv
+        kernel = runs_kernel(q.device, options[3])
+        if q.numel() == 0 or cu_seqlens.shape[0] == 1:
+            return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        max_seqlen, scale, *others = options
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        if not kernel:
+            return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
+        if max_seqlen is None:
+            max_seqlen = cu_seqlens.long().diff().max()  # hostile lengths may pass 32 bits
+        plain = _bound(int(max_seqlen)), scale, *others  # Triton launches no numbers of NumPy's
+        plan = _plan(key or key_of(tensors, addresses, plain), plain)
+    return launch_plan(plan, tensors, addresses)
+
+
+def _plan(key: Key, options: Options) -> Plan:
+    """What is launched for calls of a key, whose options are no other types' nor left out."""
+    if (plan := recall(key)) is not None:
+        return plan
+    form, _, aligned, is_behind, *_ = key
+    dtype, device, (tokens, *_, heads, head_dim), _ = form[0]
+    max_seqlen, scale, fuse, _ = options
+    source = launch_source(device.index)
     if fuse == "auto":
-        tokens, heads, head_dim = q.shape
-        fuse = auto_fuse(q.dtype, head_dim, 2 * cos.shape[1], max_seqlen, tokens, heads, source)
-    # Triton launches on the current device, which need not be the tensors'.
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        options = max_seqlen, scale, fuse, implementation
-        with torch.cuda.device(q.device):
-            return attend(q, k, v, cos, sin, cu_seqlens, *options, key)
-    tensors = q, k, v, cos, sin, cu_seqlens
-    at_once = fuse == "none" and is_behind(k, q)
-    # PyTorch's own memory is aligned, and how cu_seqlens lies makes no difference.
-    aligned = are_aligned(q, k, v, cos, sin)
-    found = plan(form_of(tensors), aligned, source, max_seqlen, scale, fuse, at_once)
-    out = launch_plan(found, tensors)
-    if key is not None:
-        remember(key, found)
-    return out
+        rotary_dim = 2 * form[-2][2][1]
+        fuse = auto_fuse(dtype, head_dim, rotary_dim, max_seqlen, tokens, heads, source)
+    plan = make_plan(form, aligned, is_behind, source, max_seqlen, scale, fuse)
+    remember(key, plan)
+    return plan

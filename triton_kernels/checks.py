@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 FUSE = ("auto", "qk", "q", "none")
-IMPLEMENTATIONS = ("auto", "triton", "reference")
+IMPLEMENTATIONS = ("auto", "kernel", "triton", "reference")  # "triton" is the kernel, too
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 # Offsets inside a tile and numbers of rows are 32-bit; offsets of a segment are 64-bit.

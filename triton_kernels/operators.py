@@ -22,8 +22,9 @@ _library.define(
 )
 
 
-def _attend_packed(qkv: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return attend(*qkv.unbind(1), *arguments)
+def _attend(*arguments: Any) -> torch.Tensor:
+    *tensors, max_seqlen, scale, fuse, implementation = arguments
+    return attend(tuple(tensors), (max_seqlen, scale, fuse, implementation))
 
 
 def _differentiate(
@@ -70,8 +71,8 @@ def _pull(
 
 
 for _device in ("CPU", "CUDA"):
-    _library.impl("varlen", attend, _device)
-    _library.impl("qkvpacked", _attend_packed, _device)
+    _library.impl("varlen", _attend, _device)
+    _library.impl("qkvpacked", _attend, _device)
     _library.impl("backward", _differentiate, _device)
 
 

@@ -98,8 +98,7 @@ def default_fuse(implementation: KernelImplementation, workload: KernelWorkload)
         if implementation.framework == "torch":
             import torch
 
-            from triton_kernels.launching.choose import launch_source
-            from triton_kernels.launching.hopper import auto_fuse
+            from triton_kernels.launching.choose import auto_fuse, launch_source
 
             source = launch_source(0 if has_gpu() else None)
             return auto_fuse(getattr(torch, workload.dtype), *shape, *size, source)

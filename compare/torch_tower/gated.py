@@ -12,12 +12,12 @@ import triton.language as tl
 
 from triton_kernels.attention import runs_kernel
 from triton_kernels.kernels.tiles import cast
-from triton_kernels.launching import plan
+from triton_kernels.launching.plan import LOG2_E as _LOG2_E
 from triton_kernels.launching.table import next_power_of_2
 
 # Of a program, which has one row; a row of 3,456 channels is 16 values a thread.
 _WARPS = 8
-LOG2_E: tl.constexpr = tl.constexpr(plan.LOG2_E)
+LOG2_E: tl.constexpr = tl.constexpr(_LOG2_E)
 
 
 class Biases(NamedTuple):

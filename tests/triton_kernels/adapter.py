@@ -6,7 +6,6 @@ import torch
 
 import triton_kernels
 from compare.stress.guards import guarded, guarded_results, intact, same_bits
-from triton_kernels.launching import fast_path, plan
 from triton_kernels.launching.choose import launch_source
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,12 +35,6 @@ def public_function(packed):
     if packed:
         return triton_kernels.fused_rope_attention_qkvpacked
     return triton_kernels.fused_rope_attention
-
-
-def forget_launches():
-    """What is launched has changed for a reason that no call can see: work it out again."""
-    plan.plan.cache_clear()
-    fast_path._known.clear()
 
 
 class TorchAdapter:

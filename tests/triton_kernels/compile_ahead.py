@@ -186,7 +186,7 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
         torch.ops.fused_rope_attention.qkvpacked(*arguments)
         if recorded[-1][0].is_gluon():
             # The stream kernel, whose place is taken here, serves images of other sizes.
-            with launch_module.launching_by(launch_module._PACKAGED, specialized=False):
+            with launch_module.launching_by(launch_module._PACKAGED, warp_specialized=False):
                 torch.ops.fused_rope_attention.qkvpacked(*arguments)
             del recorded[-2]  # the rotation again
         if variant.max_seqlen == STREAM and variant.fuse == "auto":

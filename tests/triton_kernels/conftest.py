@@ -10,8 +10,8 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("triton
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """As where the specialised kernel can run."""
-    monkeypatch.setattr("triton_kernels.launching.hopper._CAN_RUN", True)
+    """As where the warp-specialized kernel can run."""
+    monkeypatch.setattr("triton_kernels.launching.choose._CAN_RUN", True)
 
 
 def pytest_runtest_setup(item):

@@ -15,6 +15,6 @@ class Driver:
         get_current_stream = staticmethod(lambda device: "stream")
 
 
-def hopper(gpu=H200, specialized=True):
+def hopper(gpu=H200, warp_specialized=True):
     """Where launches come from on a GPU."""
-    return LaunchSource(launch_source(None).table, gpu, specialized)
+    return LaunchSource(launch_source(None).table, gpu, warp_specialized)

@@ -13,7 +13,7 @@ from tests.triton_kernels.adapter import TorchAdapter, to_torch
 
 
 class TestKernel(TorchAdapter, ArgumentContract):
-    implementation = "triton"
+    implementation = "kernel"
 
 
 class TestReference(TorchAdapter, ArgumentContract):
@@ -82,7 +82,7 @@ def test_angles_must_be_contiguous_and_alike():
         attend(**on_cpu(cos=wide[:, :8], sin=wide[:, :8].clone()))
 
 
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
 def test_one_column_of_angles_is_contiguous_whatever_its_stride(implementation):
     q, k, v, cos, sin, cu_seqlens = map(to_torch, make_case([5, 9], rotary_dim=2).separate)
     options = {"max_seqlen": 16, "implementation": implementation}
@@ -122,7 +122,7 @@ def test_what_passed_before_lets_no_other_argument_pass(name, kind):
             attend(**{name: wrong[kind]()})
 
 
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.asarray, torch.tensor, Fraction])
 def test_a_scale_of_another_type_is_its_value(kind, implementation):
     scales = [0.3, 0.7]
@@ -135,10 +135,16 @@ def test_a_scale_of_another_type_is_its_value(kind, implementation):
 
 def test_a_scale_that_changes_in_place():
     scale = torch.tensor(0.25)
-    attend(scale=scale, implementation="triton")
+    attend(scale=scale, implementation="kernel")
     scale.fill_(0.5)
-    result = attend(scale=scale, implementation="triton")
-    assert torch.equal(result, attend(scale=0.5, implementation="triton"))
+    result = attend(scale=scale, implementation="kernel")
+    assert torch.equal(result, attend(scale=0.5, implementation="kernel"))
+
+
+def test_triton_is_another_word_for_the_kernel():
+    kernel, triton = (attend(implementation=name) for name in ("kernel", "triton"))
+    assert torch.equal(kernel, triton)
+    assert not torch.equal(kernel, attend(implementation="reference"))
 
 
 @pytest.mark.parametrize("name", ["k", "v", "cos", "sin", "cu_seqlens"])

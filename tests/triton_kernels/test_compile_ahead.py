@@ -54,7 +54,7 @@ KNOWN = {
 
 def waiting_limit(record: dict) -> int:
     """Bytes of a thread's registers that may wait in memory outside of loops."""
-    if record["kernel"] == "specialized_kernel":  # whose computing warps have 240 registers
+    if record["kernel"] == "hopper_stream_kernel":  # whose computing warps have 240 registers
         return 48
     return WAITING_LIMIT if record["maxnreg"] else 0
 
@@ -127,16 +127,16 @@ def test_all_loads_of_a_tower_s_window_are_in_flight_at_once(compiled):
 
 
 def test_the_specialised_kernel_stores_16_bytes_at_once(compiled):
-    specialized = [r for r in compiled if r["kernel"] == "specialized_kernel"]
-    assert specialized
-    assert [r for r in specialized if r["narrow_stores"]] == []
+    hopper = [r for r in compiled if r["kernel"] == "hopper_stream_kernel"]
+    assert hopper
+    assert [r for r in hopper if r["narrow_stores"]] == []
 
 
 def test_every_kernel_that_multiplies_has_loops_to_look_at(compiled):
     """Else no spill would be found in them. fp32 is not multiplied by tensor cores."""
     sixteen_bits = [r for r in compiled if r["arch"] == 90 and "float32" not in r["variant"]]
     # The specialised kernel's are two of each group of warps.
-    for kernel, least in {"stream_kernel": 1, "specialized_kernel": 4}.items():
+    for kernel, least in {"stream_kernel": 1, "hopper_stream_kernel": 4}.items():
         found = [r["product_loops"] for r in sixteen_bits if r["kernel"] == kernel]
         assert found
         assert min(found) >= least

@@ -6,7 +6,7 @@ from tests.triton_kernels.adapter import TorchAdapter
 
 
 class TestKernel(TorchAdapter, KernelContract, LaunchContract):
-    implementation = "triton"
+    implementation = "kernel"
 
 
 class TestReference(TorchAdapter, KernelContract):

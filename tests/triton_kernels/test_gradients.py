@@ -42,7 +42,7 @@ class TorchGradients(TorchAdapter):
 
 
 class TestKernel(TorchGradients, GradientContract):
-    implementation = "triton"
+    implementation = "kernel"
 
 
 class TestReference(TorchGradients, GradientContract, LongGradientContract):
@@ -58,7 +58,7 @@ def test_only_what_requires_a_gradient_gets_one():
     assert all(x.grad is None for x in (q, v, cos, sin))
 
 
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
 def test_autocast_changes_no_bit(implementation):
     *tensors, cu_seqlens = map(to_torch, make_case([5, 9], head_dim=16, dtype="float32").packed)
     options = {"max_seqlen": 16, "implementation": implementation}
@@ -92,7 +92,7 @@ def test_second_derivatives_of_tensors_that_depend_on_each_other():
         return (ends[1] - ends[0]).item() / (2 * step)
 
     at = q.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(penalty("triton", at), at)
+    (gradient,) = torch.autograd.grad(penalty("kernel", at), at)
     direction = torch.nn.functional.normalize(gradient.flatten(), dim=0).view(gradient.shape)
     assert by_differences(direction) == pytest.approx(gradient.norm().item(), rel=1e-2)
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 def attend(case, packed=True, **options):
     arguments = map(to_torch, case.packed if packed else case.separate)
-    return to_numpy(public_function(packed)(*arguments, implementation="triton", **options))
+    return to_numpy(public_function(packed)(*arguments, implementation="kernel", **options))
 
 
 @pytest.mark.parametrize("max_seqlen", [64, STREAM])
@@ -32,7 +32,7 @@ def test_the_far_end_of_a_qkv_of_more_than_2_to_the_31_elements(fuse, max_seqlen
     before = torch.arange(0, tokens - length, 64, dtype=torch.int32)
     cu_seqlens = torch.cat([before, torch.from_numpy(case.cu_seqlens) + (tokens - length)]).cuda()
     out = public_function(True)(
-        qkv, cos, sin, cu_seqlens, max_seqlen=max_seqlen, fuse=fuse, implementation="triton"
+        qkv, cos, sin, cu_seqlens, max_seqlen=max_seqlen, fuse=fuse, implementation="kernel"
     )
     assert_accurate(to_numpy(out[-length:]), case)
     assert not out[:-length].any()

@@ -17,7 +17,6 @@ from tests.triton_kernels.adapter import (
     to_numpy,
     to_torch,
 )
-from triton_kernels.launching.fast_path import is_behind
 
 
 @hostile_cu_seqlens(
@@ -35,7 +34,7 @@ def test_nothing_outside_the_tensors_is_read_or_written(cu_seqlens, fuse, max_se
     with guarded_results() as results:
         out = public_function(False)(
             *(inside for inside, _ in inputs), seqlens,
-            max_seqlen=max_seqlen, fuse=fuse, implementation="triton",
+            max_seqlen=max_seqlen, fuse=fuse, implementation="kernel",
         )  # fmt: skip
     assert torch.isfinite(out).all()  # a read beside the tensors would have been NaN
     for before, (inside, buffer) in zip(tensors, inputs, strict=True):
@@ -55,7 +54,7 @@ def test_q_and_k_are_rotated_at_once_where_k_lies_behind_q():
         with guarded_results() as results:
             out = public_function(False)(
                 q, k, v, cos, sin, cu_seqlens,
-                max_seqlen=23, fuse="none", implementation="triton",
+                max_seqlen=23, fuse="none", implementation="kernel",
             )  # fmt: skip
         assert len(results) == made
         assert_accurate(to_numpy(out), case)
@@ -63,12 +62,21 @@ def test_q_and_k_are_rotated_at_once_where_k_lies_behind_q():
 
 def test_storages_that_lie_one_behind_the_other_by_chance_are_told_apart():
     """As those of one token may on a GPU; Triton's interpreter would read past its copy of Q."""
-    memory = np.zeros((2, 1, 4, 16), dtype=np.float32)
-    q, k = torch.from_numpy(memory).unbind()
-    assert is_behind(k, q)
+    memory = np.ones((2, 1, 4, 16), dtype=np.float32)
+    v, angles, cu_seqlens = torch.ones(1, 4, 16), torch.ones(1, 8), torch.tensor([0, 1]).int()
+
+    def made(q, k):
+        with guarded_results() as results:
+            public_function(False)(
+                q, k, v, angles, angles, cu_seqlens,
+                max_seqlen=STREAM, fuse="none", implementation="kernel",
+            )  # fmt: skip
+        return len(results)
+
+    assert made(*torch.from_numpy(memory).unbind()) == 2  # both in one launch, and the result
     q, k = (torch.from_numpy(x) for x in memory)
     assert k.data_ptr() - q.data_ptr() == q.nbytes
-    assert not is_behind(k, q)
+    assert made(q, k) == 3
 
 
 @pytest.mark.parametrize("length", [17, 40])
@@ -81,7 +89,7 @@ def test_rows_of_a_longer_segment_are_written(length):
 
     with mock.patch.object(torch, "empty_like", full_like), interpreted_nan():
         out = public_function(False)(
-            *map(to_torch, case.separate), max_seqlen=16, implementation="triton"
+            *map(to_torch, case.separate), max_seqlen=16, implementation="kernel"
         )
     assert (out != 7).all()
 
@@ -105,7 +113,7 @@ def test_any_strides_are_taken(layout, max_seqlen):
         # Strides of each tensor's own: k keeps its.
         result = public_function(False)(
             layout(q), k, layout(v), *rest,
-            max_seqlen=max_seqlen, fuse=fuse, implementation="triton",
+            max_seqlen=max_seqlen, fuse=fuse, implementation="kernel",
         )  # fmt: skip
         assert result.is_contiguous()
         assert_accurate(to_numpy(result), case)
@@ -136,7 +144,7 @@ def test_queries_and_keys_that_lie_as_if_packed():
         assert torch.equal(views[0], q)
         assert torch.equal(views[1], k)
         out = public_function(False)(
-            *views, v, *rest, max_seqlen=16, fuse="none", implementation="triton"
+            *views, v, *rest, max_seqlen=16, fuse="none", implementation="kernel"
         )
         assert_accurate(to_numpy(out), case)
 
@@ -144,7 +152,7 @@ def test_queries_and_keys_that_lie_as_if_packed():
 def test_heads_and_angles_may_share_memory():
     case = make_case((9, 16), heads=1)
     q, k, v, cos, sin, cu_seqlens = map(to_torch, case.separate)
-    options = {"max_seqlen": WINDOW, "implementation": "triton"}
+    options = {"max_seqlen": WINDOW, "implementation": "kernel"}
     one = public_function(False)(q, k, v, cos, sin, cu_seqlens, **options)
     both = torch.cat([cos, sin], dim=1)
     three = public_function(False)(
@@ -156,7 +164,7 @@ def test_heads_and_angles_may_share_memory():
 @both_kernels
 def test_qkv_of_any_strides_is_read_in_place(max_seqlen):
     qkv, *rest = map(to_torch, make_case((9, 16), trailing=3).packed)
-    options = {"max_seqlen": max_seqlen, "implementation": "triton"}
+    options = {"max_seqlen": max_seqlen, "implementation": "kernel"}
     contiguous = public_function(True)(qkv, *rest, **options)
     # [tokens, heads, 3, head_dim] in memory, and a bias behind each head.
     wide = torch.nn.functional.pad(qkv.transpose(1, 2).contiguous(), (0, 16))
@@ -171,7 +179,7 @@ def test_inputs_are_left_as_they_are(packed, fuse, max_seqlen):
     case = make_case((9, 16), head_dim=16)
     arguments = list(map(to_torch, case.packed if packed else case.separate))
     before = [x.clone() for x in arguments]
-    public_function(packed)(*arguments, max_seqlen=max_seqlen, fuse=fuse, implementation="triton")
+    public_function(packed)(*arguments, max_seqlen=max_seqlen, fuse=fuse, implementation="kernel")
     for x, y in zip(arguments, before, strict=True):
         assert torch.equal(x, y)
 
@@ -201,6 +209,6 @@ def test_any_cu_seqlens_with_nan_everywhere_is_safe():
     arguments = [to_torch(np.full_like(x, np.nan)) for x in case.separate[:5]]
     with interpreted_nan():
         result = public_function(False)(
-            *arguments, to_torch(case.cu_seqlens), max_seqlen=WINDOW, implementation="triton"
+            *arguments, to_torch(case.cu_seqlens), max_seqlen=WINDOW, implementation="kernel"
         )
     assert ((result == 0) | result.isnan()).all()

@@ -5,7 +5,7 @@ from tests.triton_kernels.adapter import TorchAdapter
 
 
 class TestKernel(TorchAdapter, StressContract):
-    implementation = "triton"
+    implementation = "kernel"
 
 
 class TestReference(TorchAdapter, StressContract):

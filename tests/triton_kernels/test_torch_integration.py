@@ -20,7 +20,7 @@ def arguments_of(packed, lengths=(5, 9), requires_grad=False, dtype="float32"):
 
 @both_forms
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("implementation", ["reference", "kernel"])
 def test_operators_are_registered_as_pytorch_asks(packed, requires_grad, implementation):
     operator = getattr(torch.ops.fused_rope_attention, "qkvpacked" if packed else "varlen")
     arguments = arguments_of(packed, requires_grad=requires_grad)
@@ -39,7 +39,7 @@ def test_the_backward_operator_is_registered_as_pytorch_asks(packed):
 
 
 def attend(packed, *arguments, **options):
-    options = {"max_seqlen": 16, "implementation": "triton", **options}
+    options = {"max_seqlen": 16, "implementation": "kernel", **options}
     return public_function(packed)(*arguments, **options)
 
 
@@ -239,6 +239,6 @@ def test_runs_on_the_current_stream():
 def test_auto_is_the_kernel_on_a_gpu_and_else_the_reference():
     arguments = arguments_of(True, dtype="bfloat16")
     expected = attend(
-        True, *arguments, implementation="triton" if DEVICE == "cuda" else "reference"
+        True, *arguments, implementation="kernel" if DEVICE == "cuda" else "reference"
     )
     assert torch.equal(attend(True, *arguments, implementation="auto"), expected)

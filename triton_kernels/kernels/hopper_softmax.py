@@ -1,4 +1,4 @@
-"""Softmax over a segment's keys by groups of warps: what the specialised kernel does with one.
+"""Softmax over a segment's keys by groups of warps: what the warp-specialized kernel does with one.
 
 By one reference a row, or online, as in softmax.py.
 """
@@ -29,22 +29,22 @@ REFERENCE_KEYS: tl.constexpr = tl.constexpr(64)
 
 
 @gluon.jit
-def visit_segment(q, k, v, turns, tile, tiles, first_keys, keys, scale_log2,
+def visit_segment(q, k, v, ping_pong, tile, tiles, first_keys, keys, scale_log2,
                   GROUP: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """Over a segment's keys, by one reference a row: sums of the probabilities, and of V by these.
 
     The product of a tile's probabilities and V is computed together with the logits of the next,
-    and groups take turns in computing these: while one does, the other takes exponentials.
+    and groups play ping-pong with these: while one multiplies, the other takes exponentials.
     """
     k_main, k_tail, k_full, k_empty = k
     v_main, v_tail, v_full, v_empty = v
     acc, acc_tail = zero_sums(MAIN, TAIL)
     stage, parity = stage_of(tile)
     mbarrier.wait(k_full.index(stage), parity)
-    take_turn(turns, tile, GROUP, MAIN, TAIL)
+    ping_pong_wait(ping_pong, tile, GROUP, MAIN, TAIL)
     logits = key_logits(q, k_main.index(stage), k_tail.index(stage), TAIL)
     logits = warpgroup_mma_wait(0, deps=[logits])
-    pass_turn(turns, GROUP, MAIN, TAIL)
+    ping_pong_arrive(ping_pong, GROUP, MAIN, TAIL)
     mbarrier.arrive(k_empty.index(stage), count=1)
     column = gl.arange(0, KEYS, gl.SliceLayout(0, logits.type.layout))[None, :]
     among = gl.where(column < gl.minimum(keys, REFERENCE_KEYS), logits, -float("inf"))
@@ -57,7 +57,7 @@ def visit_segment(q, k, v, turns, tile, tiles, first_keys, keys, scale_log2,
         before, before_parity = stage, parity
         stage, parity = stage_of(tile + i)
         mbarrier.wait(v_full.index(before), before_parity)
-        take_turn(turns, tile + i, GROUP, MAIN, TAIL)
+        ping_pong_wait(ping_pong, tile + i, GROUP, MAIN, TAIL)
         acc, acc_tail = add_values(
             p, v_main.index(before), v_tail.index(before), acc, acc_tail, TAIL
         )
@@ -67,7 +67,7 @@ def visit_segment(q, k, v, turns, tile, tiles, first_keys, keys, scale_log2,
             logits, acc, acc_tail = warpgroup_mma_wait(0, deps=[logits, acc, acc_tail])
         else:
             logits, acc = warpgroup_mma_wait(0, deps=[logits, acc])
-        pass_turn(turns, GROUP, MAIN, TAIL)
+        ping_pong_arrive(ping_pong, GROUP, MAIN, TAIL)
         mbarrier.arrive(k_empty.index(stage), count=1)
         mbarrier.arrive(v_empty.index(before), count=1)
         p = gl.exp2(logits * scale_log2 - reference[:, None])
@@ -81,23 +81,23 @@ def visit_segment(q, k, v, turns, tile, tiles, first_keys, keys, scale_log2,
 
 
 @gluon.constexpr_function
-def takes_turns(main, tail):
-    """Whether groups do: where there is a tail, and it is narrow. Products of 128 columns lose."""
+def uses_ping_pong(main, tail):
+    """Whether groups do: where there is a narrow tail. Products of 128 columns lose by it."""
     return 0 < tail < main
 
 
 @gluon.jit
-def take_turn(turns, tile, GROUP: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):
+def ping_pong_wait(ping_pong, tile, GROUP: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):
     """Wait until the other group's products have ended: with the tile before, or with this one."""
-    if takes_turns(MAIN, TAIL):
-        mbarrier.wait(turns.index(GROUP), tile & 1 ^ (1 - GROUP))
+    if uses_ping_pong(MAIN, TAIL):
+        mbarrier.wait(ping_pong.index(GROUP), tile & 1 ^ (1 - GROUP))
 
 
 @gluon.jit
-def pass_turn(turns, GROUP: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):
+def ping_pong_arrive(ping_pong, GROUP: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):
     """Let the other group go on."""
-    if takes_turns(MAIN, TAIL):
-        mbarrier.arrive(turns.index(1 - GROUP), count=1)
+    if uses_ping_pong(MAIN, TAIL):
+        mbarrier.arrive(ping_pong.index(1 - GROUP), count=1)
 
 
 @gluon.jit

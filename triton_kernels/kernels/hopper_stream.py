@@ -5,7 +5,7 @@ copies, products and exponentials in turn, and waits for each. Here the GPU's co
 fetches tiles of keys for two groups of warps that do nothing but compute, each for rows of its own,
 so that one multiplies while the other takes exponentials. That division of labour is
 FlashAttention-3's (https://arxiv.org/abs/2407.08608); softmax is by one reference a row, see
-specialized_softmax.py.
+hopper_softmax.py.
 
 Written in Gluon, Triton's language for what Triton leaves to its compiler. It has no interpreter.
 """
@@ -48,7 +48,7 @@ LOADER_REGISTERS: tl.constexpr = tl.constexpr(24)
     do_not_specialize=("tokens", "segments", "max_seqlen"),
     do_not_specialize_on_alignment=("cu_seqlens_ptr",),
 )
-def specialized_kernel(
+def hopper_stream_kernel(
     # q and k as rotate_kernel writes them [tokens, row], v [tokens, heads, head_dim]: tiles of each
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc,
     # tensors
@@ -83,16 +83,16 @@ def specialized_kernel(
     k = (k_main, k_tail, barriers(STAGES, 1), barriers(STAGES, GROUPS))
     v = (v_main, v_tail, barriers(STAGES, 1), barriers(STAGES, GROUPS))
     again = barriers(GROUPS, 1)
-    turns = barriers(GROUPS, 1)
+    ping_pong = barriers(GROUPS, 1)
     fence_async_shared()
 
     descs = (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc)
     out_ptr += block_start.to(gl.int64) * HEADS * HEAD_DIM + head * HEAD_DIM
     gl.warp_specialize(
         [
-            (attend_rows, (q, k, v, again, turns, descs, out_ptr, visited, head, scale_log2,
+            (attend_rows, (q, k, v, again, ping_pong, descs, out_ptr, visited, head, scale_log2,
                            gl.constexpr(0), HEADS, HEAD_DIM, MAIN, TAIL)),
-            (attend_rows, (q, k, v, again, turns, descs, out_ptr, visited, head, scale_log2,
+            (attend_rows, (q, k, v, again, ping_pong, descs, out_ptr, visited, head, scale_log2,
                            gl.constexpr(1), HEADS, HEAD_DIM, MAIN, TAIL)),
             (load_tiles, (q, k, v, descs, visited, head, HEADS, MAIN, TAIL)),
         ],
@@ -158,7 +158,7 @@ def load_tiles(q, k, v, descs, visited, head,
 
 
 @gluon.jit
-def attend_rows(q, k, v, again, turns, descs, out_ptr, visited, head, scale_log2,
+def attend_rows(q, k, v, again, ping_pong, descs, out_ptr, visited, head, scale_log2,
                 GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
                 MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """A computing group of warps: the result of its rows."""
@@ -174,7 +174,7 @@ def attend_rows(q, k, v, again, turns, descs, out_ptr, visited, head, scale_log2
     for segment in tl.range(first_segment, last_segment + 1, disable_licm=True):
         start, end, tiles, first_keys = keys_of(visited, segment)
         row_sum, acc, acc_tail = visit_segment(
-            q, k, v, turns, tile, tiles, first_keys, end - start, scale_log2, GROUP, MAIN, TAIL
+            q, k, v, ping_pong, tile, tiles, first_keys, end - start, scale_log2, GROUP, MAIN, TAIL
         )
         tile += tiles
         out, out_tail = scaled(acc, acc_tail, 1.0 / row_sum, TAIL)

@@ -1,4 +1,4 @@
-"""Tiles of the specialised kernel: their sizes, which a segment has, and how they are loaded."""
+"""Tiles of the warp-specialized kernel: their sizes, those of a segment, and their loads."""
 
 import triton.language as tl
 from triton.experimental import gluon

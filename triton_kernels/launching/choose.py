@@ -1,7 +1,7 @@
-"""Block sizes, warps and stages for each case, from a checked-in table.
+"""Which kernel, with which block sizes, warps and stages, for each case.
 
 Nothing is tuned at call time: `launches.json` says what was fastest, `python -m compare tune`
-makes it anew.
+makes it anew. The warp-specialized kernel, whose tiles are fixed, is in no table.
 """
 
 import contextlib
@@ -12,13 +12,39 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import triton
 
+from triton_kernels.kernels.softmax import is_online
 from triton_kernels.launching.table import Gpu, Launch, Shape, Table, next_power_of_2
+
+try:
+    from triton_kernels.kernels.hopper_stream import hopper_stream_kernel
+    from triton_kernels.kernels.hopper_tiles import GROUPS, KEYS, ROWS, STAGES
+
+    HOPPER_LAUNCH = Launch(
+        block=(ROWS * GROUPS).value, block_k=KEYS.value, num_warps=4, num_stages=STAGES.value
+    )
+    HOPPER_ROWS = ROWS.value  # of a block, those of one group of warps
+    _CAN_RUN = not triton.knobs.runtime.interpret  # Gluon has no interpreter
+except (ImportError, AttributeError):  # and is experimental: versions to come may have it elsewhere
+    hopper_stream_kernel = HOPPER_LAUNCH = HOPPER_ROWS = None
+    _CAN_RUN = False
+
+# Heads of up to 64 columns want few registers: of the stream kernel four programs run at once.
+_WIDEST_FOR_STREAM = 64
+# The shortest segments' tokens: in shorter ones what a program does before and after its products
+# counts for more.
+_SHORTEST = 768
+# How far programs have to fill their waves: nothing else runs meanwhile, as a multiprocessor holds
+# one program. Of heads with a tail that fill whole sectors, 32 bytes of memory, further, as there
+# the stream kernel is at its best. A GPU of compute capability 9.0 mostly has 132 multiprocessors.
+_FULL_WITH_TAIL, _FULL_OTHERWISE = 0.75, 0.7
+_MULTIPROCESSORS = 132
 
 TABLE_FILE = Path(__file__).with_name("launches.json")
 _PACKAGED = Table.read(TABLE_FILE)
 _table = ContextVar("table", default=_PACKAGED)
-_specialized = ContextVar("specialized", default=True)
+_warp_specialized = ContextVar("warp_specialized", default=True)
 
 
 class HeadSplit(NamedTuple):
@@ -66,23 +92,23 @@ class LaunchSource(NamedTuple):
 
     Attributes:
         table, gpu: the table, and the GPU to look up in it.
-        specialized: whether the specialised kernel may take the stream kernel's place.
+        warp_specialized: whether that kernel may take the stream kernel's place.
     """
 
     table: Table
     gpu: Gpu | None
-    specialized: bool
+    warp_specialized: bool
 
 
 def launch_settings() -> tuple[Table, bool]:
-    """The table in use, and whether the specialised kernel may be launched."""
-    return _table.get(), _specialized.get()
+    """The table in use, and whether the warp-specialized kernel may be launched."""
+    return _table.get(), _warp_specialized.get()
 
 
 def launch_source(index: int | None) -> LaunchSource:
     """The table in use, for a CUDA device by its index; None is a CPU."""
-    table, specialized = launch_settings()
-    return LaunchSource(table, gpu(index), specialized)
+    table, warp_specialized = launch_settings()
+    return LaunchSource(table, gpu(index), warp_specialized)
 
 
 def find_launch(
@@ -115,14 +141,68 @@ def gpu(index: int | None) -> Gpu | None:
 
 
 @contextlib.contextmanager
-def launching_by(table: Table, specialized: bool = True) -> Iterator[None]:
+def launching_by(table: Table, warp_specialized: bool = True) -> Iterator[None]:
     """Within the context, this thread takes its launches from another table than the package's.
 
-    specialized: whether the specialised kernel, which is in no table, may be launched.
+    warp_specialized: whether that kernel, which is in no table, may be launched.
     """
-    tokens = _table.set(table), _specialized.set(specialized)
+    tokens = _table.set(table), _warp_specialized.set(warp_specialized)
     try:
         yield
     finally:
         _table.reset(tokens[0])
-        _specialized.reset(tokens[1])
+        _warp_specialized.reset(tokens[1])
+
+
+def can_warp_specialize(source: LaunchSource) -> bool:
+    """Whether the warp-specialized kernel may be launched on a GPU."""
+    gpu = source.gpu
+    hopper = gpu is not None and gpu.compute_capability == "9.0"
+    return _CAN_RUN and hopper and source.warp_specialized
+
+
+def is_warp_specialized(
+    dtype: torch.dtype,
+    head_dim: int,
+    max_seqlen: int,
+    tokens: int,
+    heads: int,
+    source: LaunchSource,
+) -> bool:
+    """Whether the warp-specialized kernel takes the stream kernel's place.
+
+    Where Q and K are rotated beforehand, and all tensors aligned.
+    """
+    if not can_warp_specialize(source):
+        return False
+    if max_seqlen < _SHORTEST or is_online(dtype, head_dim, max_seqlen):
+        return False
+    programs = triton.cdiv(tokens, HOPPER_LAUNCH.block) * heads
+    waves = triton.cdiv(programs, _MULTIPROCESSORS)
+    tail_in_sectors = head_split(head_dim).tail > 0 and head_dim % 16 == 0
+    fullness = _FULL_WITH_TAIL if tail_in_sectors else _FULL_OTHERWISE
+    full = programs >= fullness * waves * _MULTIPROCESSORS
+    return head_dim > _WIDEST_FOR_STREAM and full
+
+
+def auto_fuse(
+    dtype: torch.dtype,
+    head_dim: int,
+    rotary_dim: int,
+    max_seqlen: int,
+    tokens: int,
+    heads: int,
+    source: LaunchSource,
+) -> str:
+    """What fuse="auto" means: "qk" where one tile holds a segment, else "none" or "q".
+
+    "q" is for heads of which only a part rotates, as a pass over Q would mostly copy. Heads of no
+    multiple of 16 dims fill no whole sectors, 32 bytes of memory, before that pass: there it pays.
+    The warp-specialized kernel, which wants both rotated, makes up for it.
+    """
+    if max_seqlen <= window_limit(dtype, head_dim):
+        return "qk"
+    if rotary_dim == head_dim or head_dim % 16 > 0:
+        return "none"
+    shape = dtype, head_dim, max_seqlen, tokens, heads
+    return "none" if is_warp_specialized(*shape, source) else "q"

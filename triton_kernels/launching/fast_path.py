@@ -1,50 +1,37 @@
-"""All launches of a call, worked out by attention.py or, for a call like an earlier one, looked up.
+"""What spares a call's host time: plans by form, and the way around PyTorch's dispatcher.
 
-What is launched follows from the form of a call's tensors and from its options. An earlier call of
-both has checked them and has compiled. The host may take longer for a call than the GPU, so a later
-one does no more than it must.
+The host may take longer for a call than the GPU. What is launched follows from the form of a call's
+tensors and from its options. An earlier call of both has checked them, so a later one looks its
+plan up. The dispatcher costs the host as much as a launch does.
 """
 
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
+from torch._C import _dispatch_tls_local_include_set, _is_torch_function_mode_enabled
+from torch.autograd import _profiler_enabled, forward_ad
 
 from triton_kernels.launching.choose import launch_settings
-from triton_kernels.launching.launch import launch, run
-from triton_kernels.launching.plan import Form, Plan, form_of
+from triton_kernels.launching.plan import Form, form_of
 from triton_kernels.launching.table import Table
 
-Tensors = tuple[torch.Tensor, ...]
 # max_seqlen, scale, fuse and implementation, as they are passed.
 Options = tuple[int | None, float | None, str, str]
-# What calls that launch the same have in common, but for addresses.
-Key = tuple[Form, Options, Table, bool]
+# What calls that launch the same have in common, but for addresses: form, options, whether they are
+# aligned, whether K lies behind Q, and where launches come from.
+Key = tuple[Form, Options, bool, bool, Table, bool]
+
+# Every image size may be another form.
+MOST_PLANS = 4096
+_plans: dict[Hashable, Any] = {}
 
 
-class Known(NamedTuple):
-    """What was launched for a call whose tensors were aligned.
-
-    Attributes:
-        plan: all of it.
-        part: bytes from Q to K and from K to V in a packed tensor; None if they are separate.
-        behind: bytes from Q to K where one launch rotates both, if they are separate and rotated;
-            else None.
-        shape, strides: of the result.
-    """
-
-    plan: Plan
-    part: int | None
-    behind: int | None
-    shape: tuple[int, int, int]
-    strides: tuple[int, int, int]
-
-
-_known: dict[Key, Known] = {}
-MAX_KNOWN = 4096
-
-
-def key_of(tensors: Tensors, options: Options) -> Key | None:
-    """What a call that goes unseen is looked up by, of (q, k, v, cos, ...) or (qkv, cos, ...).
+def key_of(
+    tensors: Sequence[torch.Tensor], addresses: Sequence[int], options: Options
+) -> Key | None:
+    """What a call is known by, of (q, k, v, cos, sin, cu_seqlens) or (qkv, cos, ...).
 
     None where equal options need not be as good: 64 is a bound, 64.0 is none.
     """
@@ -52,95 +39,84 @@ def key_of(tensors: Tensors, options: Options) -> Key | None:
     plain = type(max_seqlen) is int and type(fuse) is type(implementation) is str
     if not plain or not (scale is None or type(scale) is float):
         return None
-    return form_of(tensors), options, *launch_settings()
-
-
-def remember(key: Key, plan: Plan) -> None:
-    """Have later calls of the key launch what this one did.
-
-    But where Triton has to look at a launch each time, as of tensors that are not aligned, or
-    interprets it.
-    """
-    binaries = [call.binary for call in (*(r.call for r in plan.rotations), plan.attention)]
-    if any(binary is None or binary.compiled is None for binary in binaries):
-        return
-    form = key[0]
-    dtype, _, (tokens, *_, heads, head_dim), strides = form[0]
-    part = behind = None
-    if len(form) == 4:
-        part = strides[1] * dtype.itemsize
-    elif plan.rotations and plan.rotations[0].first == 0:
-        behind = heads * strides[1] * dtype.itemsize
-    known = Known(plan, part, behind, (tokens, heads, head_dim), (heads * head_dim, head_dim, 1))
-    if len(_known) == MAX_KNOWN:
-        _known.clear()
-    _known[key] = known
-
-
-def launch_again(key: Key, tensors: Tensors) -> torch.Tensor | None:
-    """The result of a call on the current device, if one like it was made before.
-
-    By addresses, as views of tensors take time. None where the call has to go the long way: no
-    other was like it, its tensors lie otherwise, or Triton has to look at its launches.
-    """
-    known = _known.get(key)
-    if known is None:
+    form = form_of(tensors)
+    dtype, _, shape, strides = form[0]
+    packed = len(form) == 4
+    if len(shape) != 3 + packed:  # is refused
         return None
-    (rotations, attention), part, behind, shape, strides = known
-    device = attention.device
-    if device is not None and device != torch.cuda.current_device():
-        return None
-    x = tensors[0]
-    *qkv, cos, sin, cu_seqlens = [tensor.data_ptr() for tensor in tensors]
-    if part is not None:
-        qkv = [qkv[0], qkv[0] + part, qkv[0] + 2 * part]
-    q, k, v = qkv
-    if (q | k | v | cos | sin) % 16 > 0:
-        return None
-    if behind is not None and (k - q == behind) != (len(rotations) == 1):
-        return None
-    held = []  # until all is launched
-    for call, first, written in rotations:
-        rotated = torch.empty(written, dtype=x.dtype, device=x.device)
-        held.append(rotated)
-        address = rotated.data_ptr()
-        if not launch(call, (qkv[first], address, cos, sin)):
-            return None
-        for i in range(written[1]):
-            qkv[first + i] = address + i * written[2] * x.itemsize
-    out = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-    if attention.tiles:
-        launched = launch(attention, (out.data_ptr(), cu_seqlens), qkv)
+    heads = shape[-2]
+    head_row = heads * strides[-2]
+    # How cu_seqlens lies makes no difference.
+    if packed:
+        behind = strides[1] == head_row
+        bits = strides[1] * dtype.itemsize
     else:
-        launched = launch(attention, (*qkv, out.data_ptr(), cos, sin, cu_seqlens))
-    return out if launched else None
+        behind = (
+            addresses[1] - addresses[0] == head_row * dtype.itemsize
+            and strides == form[1][3]
+            and _share_memory(tensors[1], tensors[0])
+        )
+        bits = 0
+    for address in addresses[:-1]:
+        bits |= address
+    return form, options, bits % 16 == 0, behind, *launch_settings()
 
 
-def launch_plan(plan: Plan, tensors: Tensors) -> torch.Tensor:
-    """The result of a call on the current device: `launch_again` for what Triton has to look at.
+def _share_memory(k: torch.Tensor, q: torch.Tensor) -> bool:
+    """Whether K behind Q is so in one piece of memory.
 
-    tensors: (q, k, v, cos, sin, cu_seqlens).
+    Tensors of one token may lie so by chance, and Triton's interpreter moves storages apart.
     """
-    rotations, attention = plan
-    *qkv, cos, sin, cu_seqlens = tensors
-    v = qkv[2]
-    for call, first, written in rotations:
-        rotated = torch.empty(written, dtype=v.dtype, device=v.device)
-        run(call, (qkv[first], rotated, cos, sin))
-        qkv[first : first + written[1]] = rotated.unbind(1)
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    if attention.tiles:
-        run(attention, (out, cu_seqlens), qkv)
-    else:
-        run(attention, (*qkv, out, cos, sin, cu_seqlens))
-    return out
+    return k.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
 
 
-def is_behind(k: torch.Tensor, q: torch.Tensor) -> bool:
-    """Whether K's heads lie behind Q's, as in a packed projection: as if q had twice as many."""
-    return (
-        k.data_ptr() - q.data_ptr() == q.shape[1] * q.stride(1) * q.itemsize
-        and k.stride() == q.stride()
-        # One token's may lie so by chance, and Triton's interpreter moves a GPU's storages apart.
-        and k.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
-    )
+def recall(key: Hashable) -> Any:
+    """What is remembered for a key, None if nothing is."""
+    return _plans.get(key)
+
+
+def remember(key: Hashable, plan: Any) -> None:
+    """Remember what calls of a key launch, until there are MOST_PLANS others."""
+    if len(_plans) >= MOST_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+
+
+def forget() -> None:
+    """Forget all plans: something that they rest on, but no key tells, has changed."""
+    _plans.clear()
+
+
+def _added_keys() -> int:
+    """The dispatch keys that this thread adds to those of an operator's arguments, as bits."""
+    return _dispatch_tls_local_include_set().raw_repr()
+
+
+# Without any mode, trace or transform: asked on another thread, as this one may be in one of them.
+with ThreadPoolExecutor(1) as _thread:
+    _ALWAYS_ADDED = _thread.submit(_added_keys).result()
+
+
+def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether nobody but the caller would know of an operator's call on these tensors.
+
+    That is so where none is of a subclass, no derivative is to be recorded, nothing observes
+    operators (no compiler, trace, transform, mode or profiler), and memory holds the tensors'
+    values, as it does not on "meta" or behind a lazy negation. Then the function behind the
+    operator may be called directly.
+    """
+    if torch.compiler.is_compiling() or {type(x) for x in tensors} != {torch.Tensor}:
+        return False
+    if _profiler_enabled() or _is_torch_function_mode_enabled():
+        return False
+    if _added_keys() & ~_ALWAYS_ADDED:
+        return False
+    if forward_ad._current_level >= 0:
+        return False
+    recording = torch.is_grad_enabled()
+    for x in tensors:
+        if x.is_meta or x.is_neg():
+            return False
+        if recording and x.requires_grad:
+            return False
+    return True

@@ -1,7 +1,7 @@
-"""Launching a kernel without Triton's slow look at every argument of every call."""
+"""Launching one kernel, without Triton's slow look at every argument of every launch."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,15 @@ from triton.runtime.jit import JITFunction
 
 from triton_kernels.launching.descriptors import Address, Tile
 from triton_kernels.launching.table import Launch
+
+# A tensor that a kernel reads or writes: its address; the tensor; and None, or which part along the
+# second axis is meant, whose address it is then. To make a view of it takes longer than a launch.
+Operand = tuple[int, torch.Tensor, int | None]
+
+
+def operand(x: torch.Tensor) -> Operand:
+    """A whole tensor as an operand."""
+    return x.data_ptr(), x, None
 
 
 @dataclass(slots=True)
@@ -69,19 +78,33 @@ def binary_of(
     return Binary()
 
 
-def run(
-    call: Call, tensors: Sequence[torch.Tensor], described: Sequence[torch.Tensor] = ()
+def launch_kernel(
+    call: Call, operands: Iterable[Operand], described: Sequence[Operand] = ()
 ) -> None:
-    """Launch a call on its tensors, which are on the current device.
+    """Launch a call on the current device.
 
-    described: the tensors of its tiles.
+    By addresses where its binary is known, as for a tensor Triton would ask the driver whose memory
+    it is.
+
+    Args:
+        call: what is launched.
+        operands: what the kernel takes addresses of.
+        described: what the call's tiles are of.
     """
-    if launch(call, [x.data_ptr() for x in tensors], [x.data_ptr() for x in described]):
+    compiled = None if call.binary is None else call.binary.compiled
+    if compiled is not None and not _hooked():
+        descriptors = [tile.of(Address(described[tile.tensor][0])) for tile in call.tiles]
+        stream = driver.active.get_current_stream(call.device)
+        hooks = (None, None, None)  # gathering what they would be told takes Triton microseconds
+        compiled.run(
+            call.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks,
+            *descriptors, *[address for address, _, _ in operands], *call.numbers, *call.constants,
+        )  # fmt: skip
         return
     options = call.launch
     compiled = call.kernel[(call.programs,)](
-        *[tile.of(described[tile.tensor]) for tile in call.tiles],
-        *tensors,
+        *[tile.of(_tensor(described[tile.tensor])) for tile in call.tiles],
+        *map(_tensor, operands),
         *call.numbers,
         *call.constants,
         num_warps=options.num_warps,
@@ -95,23 +118,9 @@ def run(
         call.binary.compiled = compiled
 
 
-def launch(call: Call, addresses: Sequence[int], described: Sequence[int] = ()) -> bool:
-    """Launch a call whose binary is known on the addresses of its tensors, and of its tiles'.
-
-    Whether it is known, and was launched.
-    """
-    compiled = None if call.binary is None else call.binary.compiled
-    if compiled is None or _hooked():
-        return False
-    descriptors = [tile.of(Address(described[tile.tensor])) for tile in call.tiles]
-    stream = driver.active.get_current_stream(call.device)
-    hooks = (None, None, None)  # gathering what they would be told takes Triton microseconds
-    # Addresses, as for a tensor Triton would ask the driver whose memory it is.
-    compiled.run(
-        call.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks,
-        *descriptors, *addresses, *call.numbers, *call.constants,
-    )  # fmt: skip
-    return True
+def _tensor(operand: Operand) -> torch.Tensor:
+    _, x, part = operand
+    return x if part is None else x.select(1, part)
 
 
 def _hooked() -> bool:

@@ -1,10 +1,10 @@
-"""What is launched for a call, from the form of its tensors.
+"""All launches of a call: worked out from the form of its tensors, and made on those tensors.
 
-Remembered by form: working it out again would cost each call microseconds.
+First rotations, if any, then attention.
 """
 
-import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,27 +16,23 @@ from triton_kernels.kernels.softmax import is_online
 from triton_kernels.kernels.stream import stream_kernel
 from triton_kernels.kernels.window import window_kernel
 from triton_kernels.launching.choose import (
+    HOPPER_LAUNCH,
+    HOPPER_ROWS,
+    HeadSplit,
     LaunchSource,
+    can_warp_specialize,
     find_launch,
     head_split,
+    hopper_stream_kernel,
+    is_warp_specialized,
     rotated_row,
     window_limit,
 )
-from triton_kernels.launching.descriptors import can_describe
-from triton_kernels.launching.hopper import (
-    LAUNCH,
-    can_specialize,
-    head_tiles,
-    is_specialized,
-    specialized_kernel,
-)
-from triton_kernels.launching.launch import Call, binary_of
+from triton_kernels.launching.descriptors import Tile, can_describe, make_tile
+from triton_kernels.launching.launch import Call, Operand, binary_of, launch_kernel, operand
 from triton_kernels.launching.table import Launch
 
 LOG2_E = 1.4426950408889634
-
-remembered = functools.lru_cache(4096)
-
 
 # What a call looks at of each plain tensor: dtype, device, shape and strides.
 Form = tuple[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]], ...]
@@ -54,14 +50,6 @@ class TensorForm(NamedTuple):
     device: torch.device
     shape: torch.Size
     strides: tuple[int, ...]
-
-
-def are_aligned(*tensors: torch.Tensor) -> bool:
-    """Whether all begin at a multiple of 16 bytes, which a form does not say."""
-    bits = 0
-    for x in tensors:
-        bits |= x.data_ptr()
-    return bits % 16 == 0
 
 
 class Rotation(NamedTuple):
@@ -82,36 +70,43 @@ class Plan(NamedTuple):
     """All launches of the operation.
 
     Attributes:
+        part: bytes from Q to K and from K to V in a packed tensor; 0 if they are separate.
+        shape, strides: of the result, [tokens, heads, head_dim].
         rotations: of Q and K at once, of each, of K alone, or none.
         attention: what reads their results, on (q, k, v, out, cos, sin, cu_seqlens) or, if it has
             tiles, which are of (q, k, v), on (out, cu_seqlens).
     """
 
+    part: int
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
     rotations: tuple[Rotation, ...]
     attention: Call
 
 
-@remembered
-def plan(
+def make_plan(
     form: Form,
     at_16: bool,
+    is_behind: bool,
     source: LaunchSource,
     max_seqlen: int,
     scale: float,
     fuse: str,
-    at_once: bool,
 ) -> Plan:
     """What is launched for a form of (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
 
     Args:
         form: the tensors' as they are passed.
-        at_16: they are aligned, see are_aligned.
+        at_16: all of them but cu_seqlens begin at a multiple of 16 bytes.
+        is_behind: K's heads lie behind Q's, so that one launch can rotate both.
         source, max_seqlen, scale: of the call.
         fuse: "qk", "q" or "none".
-        at_once: rotate Q and K in one launch, as K's heads lie behind Q's.
     """
     *qkv, cos, sin, cu_seqlens = (TensorForm(*x) for x in form)
-    q, k, v = qkv if len(qkv) == 3 else [_part(qkv[0])] * 3
+    packed = len(qkv) == 1
+    part = qkv[0].strides[1] * qkv[0].dtype.itemsize if packed else 0
+    q, k, v = [_part(qkv[0])] * 3 if packed else qkv
+    tokens, heads, head_dim = v.shape
     rotations = []
 
     def rotated(x: TensorForm, first: int, parts: int) -> TensorForm:
@@ -119,15 +114,48 @@ def plan(
         tokens, _, row = rotations[-1].shape
         return x._replace(shape=torch.Size((tokens, row)), strides=(parts * row, 1))
 
-    if at_once:
+    if fuse == "none" and is_behind:
         q = k = rotated(q, 0, 2)
     else:
         if fuse == "none":
             q = rotated(q, 0, 1)
         if fuse != "qk":
             k = rotated(k, 1, 1)
-    read = q, k, v, cos, sin, cu_seqlens
-    return Plan(tuple(rotations), attention_call(read, at_16, source, max_seqlen, scale, fuse))
+    attention = _attention((q, k, v, cos, sin, cu_seqlens), at_16, source, max_seqlen, scale, fuse)
+    shape, strides = (tokens, heads, head_dim), (heads * head_dim, head_dim, 1)
+    return Plan(part, shape, strides, tuple(rotations), attention)
+
+
+def launch_plan(
+    plan: Plan, tensors: Sequence[torch.Tensor], addresses: Sequence[int]
+) -> torch.Tensor:
+    """Launch all of a plan, on the current stream of the tensors' device; returns the result.
+
+    tensors, addresses: of (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...), as in its form.
+    """
+    part, shape, strides, rotations, attention = plan
+    # Triton launches on the current device, which need not be the tensors'.
+    if attention.device is not None and attention.device != torch.cuda.current_device():
+        with torch.cuda.device(attention.device):
+            return launch_plan(plan, tensors, addresses)
+    x = tensors[0]
+    operands: list[Operand] = [(a, x, None) for a, x in zip(addresses, tensors, strict=True)]
+    if part:
+        operands[:1] = [(addresses[0] + i * part, x, i) for i in range(3)]
+    *qkv, cos, sin, cu_seqlens = operands
+    for call, first, written in rotations:
+        rotated = torch.empty(written, dtype=x.dtype, device=x.device)
+        into = operand(rotated)
+        launch_kernel(call, (qkv[first], into, cos, sin))
+        row = written[2] * x.itemsize
+        parts = [(into[0] + i * row, rotated, i) for i in range(written[1])]
+        qkv[first : first + written[1]] = parts
+    out = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    if attention.tiles:
+        launch_kernel(attention, (operand(out), cu_seqlens), qkv)
+    else:
+        launch_kernel(attention, (*qkv, operand(out), cos, sin, cu_seqlens))
+    return out
 
 
 def _part(qkv: TensorForm) -> TensorForm:
@@ -149,14 +177,14 @@ def _rotation(
     split = head_split(head_dim)
     constants = (
         heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit, parts,
-        launch.block, launch.block_k, can_specialize(source),
+        launch.block, launch.block_k, can_warp_specialize(source),
     )  # fmt: skip
     numbers = tokens, *strides
     call = make_call(rotate_kernel, programs, launch, numbers, constants, x, aligned)
     return Rotation(call, first, (tokens, parts, row))
 
 
-def attention_call(
+def _attention(
     read: tuple[TensorForm, ...],
     at_16: bool,
     source: LaunchSource,
@@ -181,15 +209,16 @@ def attention_call(
         fuse == "none"
         and aligned
         and can_describe(x.strides[:2])
-        and is_specialized(x.dtype, head_dim, max_seqlen, tokens, heads, source)
+        and is_warp_specialized(x.dtype, head_dim, max_seqlen, tokens, heads, source)
     ):
         numbers = tokens, segments, min(max_seqlen, tokens), scale * LOG2_E
         constants = heads, head_dim, *split
-        programs = triton.cdiv(tokens, LAUNCH.block) * heads
-        call = make_call(specialized_kernel, programs, LAUNCH, numbers, constants, x, aligned)
+        programs = triton.cdiv(tokens, HOPPER_LAUNCH.block) * heads
+        kernel, launch = hopper_stream_kernel, HOPPER_LAUNCH
+        call = make_call(kernel, programs, launch, numbers, constants, x, aligned)
         # It finds its segments while the rotation ends. Of the stream kernel several programs share
         # a multiprocessor: they would be dealt out unevenly.
-        return call._replace(tiles=head_tiles(*qkv, split), overlap=True)
+        return call._replace(tiles=_head_tiles(*qkv, split), overlap=True)
     if aligned and max_seqlen <= window_limit(x.dtype, head_dim):
         launch = find_launch("window", *shape, source)
         kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
@@ -205,6 +234,19 @@ def attention_call(
         fuse != "none", fuse == "qk", *blocks,
     )  # fmt: skip
     return make_call(kernel, programs, launch, numbers, constants, x, aligned)
+
+
+def _head_tiles(q: TensorForm, k: TensorForm, v: TensorForm, split: HeadSplit) -> tuple[Tile, ...]:
+    """Main and tail tile of each; where there is no tail the main tile stands in.
+
+    q and k are [tokens, row], as rotate_kernel writes them, v is [tokens, heads, head_dim].
+    """
+    keys = HOPPER_LAUNCH.block_k
+    return tuple(
+        make_tile(i, x.dtype, tuple(x.shape), x.strides, [rows, *[1] * (len(x.shape) - 2), columns])
+        for i, (x, rows) in enumerate([(q, HOPPER_ROWS), (k, keys), (v, keys)])
+        for columns in (split.main, split.tail or split.main)
+    )
 
 
 def _row_strides(x: TensorForm) -> tuple[int, int]:

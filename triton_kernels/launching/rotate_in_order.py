@@ -9,16 +9,9 @@ import torch
 import triton
 
 from triton_kernels.kernels.rotate_in_order import rotate_in_order_kernel
-from triton_kernels.launching.launch import Call, run
-from triton_kernels.launching.plan import (
-    Form,
-    TensorForm,
-    are_aligned,
-    form_of,
-    in_units,
-    make_call,
-    remembered,
-)
+from triton_kernels.launching.fast_path import recall, remember
+from triton_kernels.launching.launch import Call, launch_kernel, operand
+from triton_kernels.launching.plan import Form, TensorForm, form_of, in_units, make_call
 from triton_kernels.launching.table import Launch
 
 # Vectors of a program, one for each thread; all shapes are alike to it.
@@ -38,11 +31,15 @@ def rotate_in_order(
     Raises:
         TypeError: dtypes are not as stated above.
     """
-    tensors = x, out, cos, sin
-    run(rotate_in_order_call(form_of(tensors), are_aligned(*tensors)), tensors)
+    operands = [operand(tensor) for tensor in (x, out, cos, sin)]
+    aligned = all(address % 16 == 0 for address, _, _ in operands)
+    key = form_of((x, out, cos, sin)), aligned
+    if (call := recall(key)) is None:
+        call = rotate_in_order_call(*key)
+        remember(key, call)
+    launch_kernel(call, operands)
 
 
-@remembered
 def rotate_in_order_call(form: Form, at_16: bool) -> Call:
     """What is launched for the form of (x, out, cos, sin)."""
     x, out, cos, sin = (TensorForm(*each) for each in form)

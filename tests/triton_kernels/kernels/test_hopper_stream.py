@@ -1,4 +1,4 @@
-"""The specialised kernel: when it is taken and, on its GPU, the whole contract."""
+"""The warp-specialized kernel: when it is taken and, on its GPU, the whole contract."""
 
 import subprocess
 import sys
@@ -11,21 +11,19 @@ import triton_kernels
 from tests.kernel_cases import assert_accurate, make_case, relative_rms
 from tests.kernel_contract import KernelContract
 from tests.kernel_stress_contract import StressContract
-from tests.triton_kernels.adapter import TorchAdapter, forget_launches
+from tests.triton_kernels.adapter import TorchAdapter
 from tests.triton_kernels.stand_ins import A100, H100, H200, hopper
 from triton_kernels import attention
-from triton_kernels.launching import fast_path, plan
-from triton_kernels.launching import hopper as specialized
-from triton_kernels.launching.choose import launch_source, launching_by
+from triton_kernels.launching import choose, fast_path, plan
+from triton_kernels.launching.choose import is_warp_specialized, launch_source, launching_by
 from triton_kernels.launching.descriptors import can_describe
-from triton_kernels.launching.hopper import is_specialized
-from triton_kernels.launching.plan import form_of
+from triton_kernels.launching.plan import form_of, make_plan
 
 SHAPE = {"dtype": torch.bfloat16, "head_dim": 80, "max_seqlen": 9216, "tokens": 9216, "heads": 16}
 
 
-def takes(gpu=H200, specialized=True, **changes):
-    return is_specialized(**SHAPE | changes, source=hopper(gpu, specialized))
+def takes(gpu=H200, warp_specialized=True, **changes):
+    return is_warp_specialized(**SHAPE | changes, source=hopper(gpu, warp_specialized))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +44,7 @@ def test_long_images_of_wide_heads_take_it(on_hopper, changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"gpu": A100}, {"gpu": None}, {"specialized": False},
+        {"gpu": A100}, {"gpu": None}, {"warp_specialized": False},
         {"dtype": torch.float32}, {"head_dim": 64}, {"head_dim": 136},
         {"max_seqlen": 767}, {"max_seqlen": 767, "head_dim": 128},
         {"tokens": 2304, "max_seqlen": 2304},
@@ -62,21 +60,21 @@ def test_others_do_not(on_hopper, changes):
 def test_a_bound_of_numpy_s_is_launched_as_a_number(on_hopper, monkeypatch, longest):
     """And so is a number after it, whose plan is the same."""
     launched = []
-    monkeypatch.setattr(fast_path, "run", lambda call, *_: launched.append(call))
+    monkeypatch.setattr(plan, "launch_kernel", lambda call, *_: launched.append(call))
     monkeypatch.setattr(attention, "launch_source", lambda _: hopper())
     monkeypatch.setattr(attention, "INTERPRETED", True)
     # In its key the kernel would look for functions that it calls, which are interpreted here.
     monkeypatch.setattr(plan, "binary_of", lambda *_: None)
-    forget_launches()
+    fast_path.forget()
     angles = torch.empty(9216, 40)
     cu_seqlens = torch.tensor([0, 9216], dtype=torch.int32)
     qkv = torch.empty(9216, 3, 16, 80, dtype=torch.bfloat16)
     for bound in (longest, 9216):
         triton_kernels.fused_rope_attention_qkvpacked(
-            qkv, angles, angles, cu_seqlens, max_seqlen=bound, implementation="triton"
+            qkv, angles, angles, cu_seqlens, max_seqlen=bound, implementation="kernel"
         )
-    forget_launches()
-    attentions = [call for call in launched if call.kernel is specialized.specialized_kernel]
+    fast_path.forget()
+    attentions = [call for call in launched if call.kernel is choose.hopper_stream_kernel]
     assert len(attentions) == 2
     assert {type(x) for call in attentions for x in call.numbers} == {int, float}
 
@@ -93,18 +91,17 @@ def test_it_starts_while_the_rotation_ends(
     angles, cu_seqlens = torch.empty(tokens, 40), torch.empty(2, dtype=torch.int32)
     qkv = torch.empty(tokens, 3, 16, 80, dtype=torch.bfloat16)
     form = form_of((qkv, angles, angles, cu_seqlens))
-    forget_launches()
-    [rotation], attending = plan.plan(form, True, hopper(gpu), max_seqlen, 0.1, "none", True)
-    forget_launches()
+    found = make_plan(form, True, True, hopper(gpu), max_seqlen, 0.1, "none")
+    [rotation], attending = found.rotations, found.attention
     assert attending.overlap == overlap
     assert not rotation.call.overlap  # what is in front of it is not known
-    assert (attending.kernel is specialized.specialized_kernel) == overlap
+    assert (attending.kernel is choose.hopper_stream_kernel) == overlap
     # On such GPUs the rotation is compiled to let the next kernel start; others do not know how.
     assert rotation.call.constants[-1] is (gpu is H100)
 
 
 def test_where_it_cannot_run_none_do(monkeypatch):
-    monkeypatch.setattr(specialized, "_CAN_RUN", False)
+    monkeypatch.setattr(choose, "_CAN_RUN", False)
     assert not takes()
 
 
@@ -113,8 +110,8 @@ def test_without_gluon_the_stream_kernel_is_launched():
     code = (
         "import sys; sys.modules['triton.experimental.gluon'] = None\n"
         "import triton_kernels\n"
-        "from triton_kernels import specialized\n"
-        "assert specialized.specialized_kernel is None and not specialized._CAN_RUN\n"
+        "from triton_kernels.launching import choose\n"
+        "assert choose.hopper_stream_kernel is None and not choose._CAN_RUN\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
@@ -123,9 +120,10 @@ def test_without_gluon_the_stream_kernel_is_launched():
 def test_launches_of_a_table_may_be_without_it(on_hopper):
     sources = []
     for allowed in (True, False):
-        with launching_by(launch_source(None).table, specialized=allowed):
+        with launching_by(launch_source(None).table, warp_specialized=allowed):
             sources.append(launch_source(None))
-    assert [source.specialized for source in (*sources, launch_source(None))] == [True, False, True]
+    sources.append(launch_source(None))
+    assert [source.warp_specialized for source in sources] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -137,9 +135,9 @@ def test_which_strides_descriptors_have(strides, can):
 
 
 class Forced(TorchAdapter):
-    """Every call that is rotated beforehand takes the specialised kernel, however small."""
+    """Every call that is rotated beforehand takes the warp-specialized kernel, however small."""
 
-    implementation = "triton"
+    implementation = "kernel"
 
     @pytest.fixture(autouse=True)
     def forced(self, monkeypatch):
@@ -149,10 +147,10 @@ class Forced(TorchAdapter):
         def can_be(dtype, head_dim, *_):
             return dtype != torch.float32 and head_dim <= 128
 
-        monkeypatch.setattr(plan, "is_specialized", can_be)
-        forget_launches()
+        monkeypatch.setattr(plan, "is_warp_specialized", can_be)
+        fast_path.forget()
         yield
-        forget_launches()
+        fast_path.forget()
 
 
 @pytest.mark.gpu
@@ -181,6 +179,6 @@ class TestKernel(Forced, KernelContract, StressContract):
         monkeypatch.setattr(
             plan, "make_call", lambda kernel, *rest: launched.append(kernel) or run(kernel, *rest)
         )
-        forget_launches()
+        fast_path.forget()
         self.attention(make_case((300,), head_dim=80), max_seqlen=1024, fuse="none")
-        assert specialized.specialized_kernel in launched
+        assert choose.hopper_stream_kernel in launched

@@ -6,20 +6,19 @@ import torch
 from torch.autograd import forward_ad
 
 from compare.stress.guards import guarded_results
-from tests.triton_kernels.adapter import forget_launches, public_function
+from tests.triton_kernels.adapter import public_function
 from tests.triton_kernels.stand_ins import Driver, hopper
 from triton_kernels import attention
-from triton_kernels.launching import fast_path, plan
-from triton_kernels.launching import launch as run_module
+from triton_kernels.launching import fast_path, launch, plan
 from triton_kernels.launching.choose import launch_source, launching_by
 from triton_kernels.launching.launch import Binary
 from triton_kernels.launching.table import Table
 
 HEADS, HEAD_DIM = 4, 80
-# Windows in one tile; the stream kernel; warps that specialise, as on a Hopper GPU.
-LENGTHS = {"windows": 64, "stream": 256, "specialised": 1024}
+# Windows in one tile; the stream kernel; its warp-specialized form, as on a Hopper GPU.
+LENGTHS = {"windows": 64, "stream": 256, "hopper_stream": 1024}
 # How many addresses a kernel takes, in front of its numbers.
-ADDRESSES = {"window_kernel": 7, "stream_kernel": 7, "specialized_kernel": 2, "rotate_kernel": 4}
+ADDRESSES = {"window_kernel": 7, "stream_kernel": 7, "hopper_stream_kernel": 2, "rotate_kernel": 4}
 # Bytes within which two addresses are in the same memory: that of any tensor is longer.
 NEAR = 2048
 
@@ -50,11 +49,11 @@ def record(monkeypatch):
     monkeypatch.setattr(
         plan, "binary_of", lambda kernel, *_: Binary(Launched(kernel.__name__, record))
     )
-    monkeypatch.setattr(run_module, "driver", Driver)
+    monkeypatch.setattr(launch, "driver", Driver)
     monkeypatch.setattr(attention, "INTERPRETED", True)
-    forget_launches()
+    fast_path.forget()
     yield record
-    forget_launches()
+    fast_path.forget()
 
 
 def inputs(length, packed, tokens=1024, dtype=torch.bfloat16):
@@ -67,7 +66,7 @@ def inputs(length, packed, tokens=1024, dtype=torch.bfloat16):
 
 def attend(tensors, max_seqlen, **options):
     function = public_function(len(tensors) == 4)
-    return function(*tensors, max_seqlen=max_seqlen, implementation="triton", **options)
+    return function(*tensors, max_seqlen=max_seqlen, implementation="kernel", **options)
 
 
 def named(launched, tensors):
@@ -94,7 +93,7 @@ def launched_by(record, tensors, *arguments, **options):
     """What a call launches, and its result's form."""
     record.clear()
     out = attend(tensors, *arguments, **options)
-    assert record[-1][0] in ("window_kernel", "stream_kernel", "specialized_kernel")
+    assert record[-1][0] in ("window_kernel", "stream_kernel", "hopper_stream_kernel")
     addresses = [*record[-1][3], *[x for x, *_ in record[-1][2]]]
     assert out.data_ptr() in addresses
     return named(record, tensors), (out.dtype, out.shape, out.stride(), out.device)
@@ -117,13 +116,13 @@ def test_a_later_call_launches_what_the_first_did(
         assert kernels[-1] == "window_kernel"
     if fuse == "none":
         assert len(kernels) == (3 if form == "separate" else 2)
-        assert (kernels[-1] == "specialized_kernel") == (kernel == "specialised")
+        assert (kernels[-1] == "hopper_stream_kernel") == (kernel == "hopper_stream")
 
     def unexpected(*_):
         raise AssertionError("the long way")
 
     monkeypatch.setattr(attention, "check_arguments", unexpected)
-    monkeypatch.setattr(fast_path, "run", unexpected)
+    monkeypatch.setattr(launch, "_tensor", unexpected)
     with guarded_results() as written:
         assert launched_by(record, second, length, fuse=fuse) == expected
     assert len(written) == len(kernels)  # all in memory that guards watch, where they do
@@ -144,7 +143,16 @@ def test_tensors_that_lie_otherwise_go_the_long_way(record):
 def long_way(monkeypatch):
     """The kernels that Triton is to look at; it does not."""
     kernels = []
-    monkeypatch.setattr(fast_path, "run", lambda call, *_: kernels.append(call.kernel.__name__))
+
+    class Kernel:
+        def __init__(self, name):
+            self.__name__ = name
+
+        def __getitem__(self, grid):
+            return lambda *_, **__: kernels.append(self.__name__)
+
+    for name in ("window_kernel", "stream_kernel"):
+        monkeypatch.setattr(plan, name, Kernel(name))
     return kernels
 
 
@@ -153,39 +161,42 @@ def test_addresses_that_are_not_aligned_go_the_long_way(record, long_way):
     attend(tensors, 64)
     x = tensors[0]
     moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
-    key = fast_path.key_of((moved, *tensors[1:]), (64, None, "auto", "triton"))
-    assert key in fast_path._known
     attend((moved, *tensors[1:]), 64)
     attend(tensors, 64)
-    assert long_way == ["window_kernel", "stream_kernel"]
-    assert [kernel for kernel, *_ in record] == ["window_kernel"]
+    assert long_way == ["stream_kernel"]
+    assert [kernel for kernel, *_ in record] == ["window_kernel"] * 2
 
 
 def test_where_a_profiler_hooks_into_triton_calls_go_the_long_way(record, long_way):
     tensors = inputs(64, packed=True)
     attend(tensors, 64)
-    hooks = run_module.knobs.runtime.launch_enter_hook
+    hooks = launch.knobs.runtime.launch_enter_hook
     hooks.add(print)
     try:
         attend(tensors, 64)
     finally:
         hooks.remove(print)
-    assert long_way == ["window_kernel"] * 2
-    assert record == []
+    assert long_way == ["window_kernel"]
     attend(tensors, 64)
-    assert len(record) == 1
+    assert len(record) == 2
 
 
-def test_another_table_is_looked_at(record):
+def test_another_table_is_looked_at(record, monkeypatch):
     tensors = inputs(64, packed=True)
+    launches = []
+    monkeypatch.setattr(
+        plan,
+        "binary_of",
+        lambda kernel, *rest: (
+            launches.append(rest[-1]) or Binary(Launched("window_kernel", record))
+        ),
+    )
     expected = launched_by(record, tensors, 64)
     text = launch_source(None).table.to_text().replace('"num_warps": 4', '"num_warps": 8')
     with launching_by(Table.from_text(text)):
-        key = fast_path.key_of(tensors, (64, None, "auto", "triton"))
-        assert key not in fast_path._known
         assert launched_by(record, tensors, 64) == expected  # by a binary of its own
-        assert fast_path._known[key].plan.attention.launch.num_warps == 8
     assert launched_by(record, tensors, 64) == expected
+    assert [each.num_warps for each in launches] == [4, 8]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +211,7 @@ def test_another_table_is_looked_at(record):
 def test_equal_options_that_are_not_as_good_are_refused(record, options, error):
     tensors = inputs(64, packed=True, tokens=64)
     attend(tensors, 64, scale=0.5)
-    options = {"max_seqlen": 64, "scale": 0.5, "implementation": "triton"} | options
+    options = {"max_seqlen": 64, "scale": 0.5, "implementation": "kernel"} | options
     with pytest.raises(ValueError, match=error):
         public_function(True)(*tensors, **options)
 
@@ -242,16 +253,21 @@ def test_calls_that_are_not_looked_up_go_unseen_too(record, monkeypatch, options
     )
     for _ in range(2):
         public_function(True)(
-            *inputs(64, packed=True), implementation="triton", **{"max_seqlen": 64} | options
+            *inputs(64, packed=True), implementation="kernel", **{"max_seqlen": 64} | options
         )
     assert len(seen) == len(record) == 2
 
 
 def test_calls_are_remembered_however_many_there_were(record, monkeypatch):
-    monkeypatch.setattr(fast_path, "MAX_KNOWN", 3)
+    checked = []
+    check = attention.check_arguments
+    monkeypatch.setattr(
+        attention, "check_arguments", lambda *rest: checked.append(rest) or check(*rest)
+    )
+    monkeypatch.setattr(fast_path, "MOST_PLANS", 3)
     *tensors, cu_seqlens = inputs(8, packed=True, tokens=16)
     for tokens in range(1, 6):
         arguments = (*(x[:tokens] for x in tensors), cu_seqlens)
-        attend(arguments, 8)
-        assert fast_path.key_of(arguments, (8, None, "auto", "triton")) in fast_path._known
-        assert len(fast_path._known) <= 3
+        for _ in range(2):
+            attend(arguments, 8)
+        assert len(checked) == tokens

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.triton_kernels.stand_ins import Driver
-from triton_kernels.launching import launch as run_module
+from triton_kernels.launching import launch
 from triton_kernels.launching.table import Launch
 
 LAUNCH = Launch(64, 64, 4, 1)
@@ -31,32 +31,30 @@ class Kernel:
         self.calls = []
 
     def __getitem__(self, grid):
-        def launch(*arguments, **options):
+        def launched(*arguments, **options):
             self.calls.append(("triton", grid, arguments, options))
             return Binary(self.calls)
 
-        return launch
+        return launched
 
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(run_module, "CompiledKernel", Binary)
-    monkeypatch.setattr(run_module, "driver", Driver)
+    monkeypatch.setattr(launch, "CompiledKernel", Binary)
+    monkeypatch.setattr(launch, "driver", Driver)
     return Kernel()
 
 
 def call(kernel, programs=7, numbers=(100, 0.5), aligned=True, **kind):
     """A call of one kind; what its binary depends on may be another's."""
     kind = {"dtype": X.dtype, "device": X.device, "constants": (16, 80), "launch": LAUNCH} | kind
-    binary = run_module.binary_of(kernel, **kind) if aligned else None
+    binary = launch.binary_of(kernel, **kind) if aligned else None
     device = kind["device"].index
-    return run_module.Call(
-        kernel, programs, kind["launch"], numbers, kind["constants"], device, binary
-    )
+    return launch.Call(kernel, programs, kind["launch"], numbers, kind["constants"], device, binary)
 
 
 def run(kernel, **options):
-    run_module.run(call(kernel, **options), (X,))
+    launch.launch_kernel(call(kernel, **options), [launch.operand(X)])
 
 
 def launched_by(kernel):
@@ -91,7 +89,7 @@ def test_what_a_binary_depends_on(kernel, other):
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_a_profilers_hooks_are_left_to_triton(kernel, name):
-    hooks = getattr(run_module.knobs.runtime, name)
+    hooks = getattr(launch.knobs.runtime, name)
     run(kernel)
     hooks.add(print)
     try:
@@ -106,3 +104,12 @@ def test_unaligned_tensors_are_looked_at_each_time(kernel):
     for _ in range(2):
         run(kernel, aligned=False)
     assert launched_by(kernel) == ["triton", "triton"]
+
+
+def test_a_part_of_a_tensor_is_its_address_or_its_view(kernel):
+    x = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
+    part = x.select(1, 2)
+    for _ in range(2):
+        launch.launch_kernel(call(kernel), [(part.data_ptr(), x, 2)])
+    (_, _, (seen, *_), _), (_, _, (address, *_)) = kernel.calls
+    assert (seen.data_ptr(), seen.shape, seen.stride()) == (address, part.shape, part.stride())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from triton_kernels.launching.choose import launch_source, launching_by, rotated_row
-from triton_kernels.launching.plan import TensorForm, attention_call, form_of, plan
+from triton_kernels.launching.plan import form_of, make_plan
 from triton_kernels.launching.rotate_in_order import rotate_in_order_call
 from triton_kernels.launching.table import Table
 
@@ -33,17 +33,17 @@ def tensors(tokens=TOKENS, heads=HEADS):
     return torch.empty(tokens, 3, heads, HEAD_DIM), angles, angles, cu_seqlens
 
 
-def planned(form, at_16=True, max_seqlen=STREAM, scale=0.25, fuse="none", at_once=True):
-    return plan(form, at_16, launch_source(None), max_seqlen, scale, fuse, at_once)
+def planned(form, at_16=True, max_seqlen=STREAM, fuse="none", is_behind=True):
+    return make_plan(form, at_16, is_behind, launch_source(None), max_seqlen, 0.25, fuse)
 
 
 def attention(form, at_16=True, max_seqlen=STREAM):
-    return planned(form, at_16, max_seqlen, fuse="qk", at_once=False).attention
+    return planned(form, at_16, max_seqlen, fuse="qk").attention
 
 
 def rotation(form, at_16=True):
     """That of Q alone."""
-    return planned(form, at_16, at_once=False).rotations[0].call
+    return planned(form, at_16, is_behind=False).rotations[0].call
 
 
 def test_another_table_gives_another_launch_to_the_same_form():
@@ -64,7 +64,7 @@ def test_rows_are_tokens_times_heads(tokens, heads, block):
         assert rotation(form).launch.block == block
 
 
-# fuse, at_once, and how many of Q and K each rotation writes
+# fuse, is_behind, and how many of Q and K each rotation writes
 WAYS = [("qk", False, ()), ("q", False, (1,)), ("none", False, (1, 1)), ("none", True, (2,))]
 
 
@@ -74,30 +74,32 @@ WAYS = [("qk", False, ()), ("q", False, (1,)), ("none", False, (1, 1)), ("none",
 def test_packed_tensors_are_their_parts(at_16, max_seqlen, way):
     qkv, *others = tensors()
     packed, separate = form_of((qkv, *others)), form_of((*qkv.unbind(1), *others))
-    options = {"fuse": way[0], "at_once": way[1]}
-    assert planned(packed, at_16, max_seqlen, **options) == planned(
-        separate, at_16, max_seqlen, **options
-    )
+    options = {"fuse": way[0], "is_behind": way[1]}
+    expected = planned(separate, at_16, max_seqlen, **options)
+    part = qkv.stride(1) * qkv.itemsize
+    assert planned(packed, at_16, max_seqlen, **options) == expected._replace(part=part)
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (3, 72), (16, 80), (1, 128)])
-@pytest.mark.parametrize(("fuse", "at_once", "parts"), WAYS)
-def test_a_plan_is_for_the_tensors_that_rotation_makes(heads, head_dim, fuse, at_once, parts):
+@pytest.mark.parametrize(("fuse", "is_behind", "parts"), WAYS)
+def test_a_plan_is_for_the_tensors_that_rotation_makes(heads, head_dim, fuse, is_behind, parts):
     """Their shapes and strides are worked out before there are any."""
     angles, cu_seqlens = torch.empty(TOKENS, head_dim // 2), torch.empty(3, dtype=torch.int32)
     qkv = torch.empty(TOKENS, 3, heads, head_dim)
     q, k, v = qkv.unbind(1)
-    form, source = form_of((qkv, angles, angles, cu_seqlens)), launch_source(None)
-    rotations, reading = planned(form, fuse=fuse, at_once=at_once)
+    form = form_of((qkv, angles, angles, cu_seqlens))
+    found = planned(form, fuse=fuse, is_behind=is_behind)
     made = [torch.empty(TOKENS, n, rotated_row(heads, head_dim)) for n in parts]
-    assert [rotation.shape for rotation in rotations] == [x.shape for x in made]
-    for rotation, out in zip(rotations, made, strict=True):
+    assert [rotation.shape for rotation in found.rotations] == [x.shape for x in made]
+    for rotation, out in zip(found.rotations, made, strict=True):
         strides = [stride // 8 for x in (q, out) for stride in x.stride()[:2]]
         assert rotation.call.numbers[:5] == (TOKENS, *strides)
     rotated = [x for out in made for x in out.unbind(1)]
     q, k = ([q, k][: 2 - len(rotated)] + rotated)[:2]
-    read = tuple(TensorForm(*x) for x in form_of((q, k, v, angles, angles, cu_seqlens)))
-    assert reading == attention_call(read, True, source, STREAM, 0.25, fuse)
+    # Heads of a rotated row have places of their own.
+    strides = [(*x.stride()[:1], x.stride(1) if x.ndim == 3 else 0) for x in (q, k, v)]
+    assert found.attention.numbers[3:9] == tuple(stride // 8 for pair in strides for stride in pair)
+    assert (found.shape, found.strides) == (v.shape, torch.empty(v.shape).stride())
 
 
 def test_what_is_not_aligned_has_no_binary_that_is_known():

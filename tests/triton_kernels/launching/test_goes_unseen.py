@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernel_cases import make_case
 from tests.triton_kernels.adapter import public_function, to_torch
-from triton_kernels.launching.dispatch import goes_unseen
+from triton_kernels.launching.fast_path import goes_unseen
 
 OPERATORS = {False: "fused_rope_attention.varlen", True: "fused_rope_attention.qkvpacked"}
 both_forms = pytest.mark.parametrize("packed", OPERATORS, ids=["separate", "packed"])
@@ -88,7 +88,7 @@ def test_a_trace_holds_the_operator(packed):
 
 PROFILE = """
 import torch
-from tests.triton_kernels.launching.test_dispatch import OPERATORS, arguments_of, attend
+from tests.triton_kernels.launching.test_goes_unseen import OPERATORS, arguments_of, attend
 
 for packed in OPERATORS:
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -134,7 +134,7 @@ def test_without_derivatives_a_plain_call_goes_unseen():
 def test_a_lazy_negation_is_no_plain_call():
     """Memory holds the opposite of such a tensor's values."""
     *tensors, cu_seqlens = arguments_of(packed=False)
-    options = {"max_seqlen": 16, "implementation": "triton"}
+    options = {"max_seqlen": 16, "implementation": "kernel"}
     expected = public_function(False)(*tensors, cu_seqlens, **options)
     for i, x in enumerate(tensors):
         lazy = [*tensors[:i], (-x)._neg_view(), *tensors[i + 1 :]]
