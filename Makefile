@@ -51,7 +51,7 @@ test-newest-jax: $(NEWEST_VENV)/installed
 $(NEWEST_VENV)/installed: pyproject.toml Makefile
 	test -x $(NEWEST_VENV)/bin/python || $(NEWEST_PYTHON) -m venv $(NEWEST_VENV)
 	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade --editable '.[jax]' pytest pytest-timeout pytest-xdist hypothesis
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade --editable '.[jax]' pytest pytest-xdist hypothesis
 	touch $@
 
 lint: setup

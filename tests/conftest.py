@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 from compare.common.environment import configure, gpu_count
 from tests import interpreter, maps
 
+pytest_plugins = ["tests.ending"]
+
 # Their assertions show values too.
 _CONTRACTS = sorted(path.stem for path in Path(__file__).parent.glob("*_contract.py"))
 pytest.register_assert_rewrite("tests.kernel_cases", *(f"tests.{name}" for name in _CONTRACTS))

@@ -117,7 +117,7 @@ class KernelContract:
         heads=st.integers(1, 3),
         length=st.integers(1, WINDOW),
     )
-    @settings(max_examples=examples(8))
+    @settings(max_examples=examples(5))
     def test_any_shape(self, max_seqlen, head_dim, pairs, dtype, fuse, heads, length):
         rotary_dim = None if pairs is None else 2 * min(pairs, head_dim // 2)
         case = make_case(
@@ -262,7 +262,7 @@ class KernelContract:
     @both_kernels
     @pytest.mark.parametrize("head_dim", [24, 72, 80])
     def test_a_broken_head_breaks_no_other(self, head_dim, max_seqlen):
-        case = make_case(LENGTHS, head_dim=head_dim, heads=3)
+        case = make_case((17, 5), head_dim=head_dim, heads=3)
         qkv = case.qkv.copy()
         qkv[:, :2, 1], qkv[:, 2, 1] = 2, np.nan
         broken = dataclasses.replace(case, qkv=qkv)
@@ -277,7 +277,7 @@ class KernelContract:
         ("max_seqlen", "dtype"),
         [(16, "float32"), (WINDOW, "float32"), (STREAM, "float32"), (STREAM, "bfloat16")],
     )
-    @hostile_cu_seqlens(usual=25)
+    @hostile_cu_seqlens(usual=10)
     def test_any_cu_seqlens_is_safe(self, cu_seqlens, max_seqlen, dtype):
         case = cut(cu_seqlens, tokens=TOKENS, head_dim=16, dtype=dtype)
         result = self.attention(case, max_seqlen=max_seqlen).astype(np.float32)

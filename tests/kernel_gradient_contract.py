@@ -47,7 +47,7 @@ class LongGradientContract:
 
     def test_gradients_of_a_long_segment_are_rounded_once(self):
         """Summed over blocks of rows in their dtype, they would be off by many roundings."""
-        tokens = 16384
+        tokens = 8192
         case = make_case([tokens], heads=1, head_dim=8)
         weights = np.ones((tokens, 1, 8), case.qkv.dtype)
         *_, v_gradient, _, _ = self.gradients(case, weights, max_seqlen=tokens)
@@ -57,7 +57,7 @@ class LongGradientContract:
             p = np.exp(rows @ k.T * 8**-0.5)
             expected += (p / p.sum(axis=1, keepdims=True)).sum(axis=0)
         error = v_gradient[:, 0].astype(np.float64) - expected[:, None]
-        assert np.linalg.norm(error) < 3e-3 * np.linalg.norm(v_gradient.astype(np.float64))
+        assert np.linalg.norm(error) < 2.5e-3 * np.linalg.norm(v_gradient.astype(np.float64))
 
 
 def rotated(case):

@@ -5,11 +5,10 @@ import subprocess
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-
 from pallas_kernels.launching import choose, triton_lowering
 from pallas_kernels.launching.compile import compiling_by
 from pallas_kernels.launching.table import Gpu
+from tests.pallas_kernels.no_gpu import hide_gpus
 
 
 @dataclass
@@ -23,7 +22,10 @@ class Found:
 
 @contextlib.contextmanager
 def noting_kernels(monkeypatch):
-    """The kernels of calls that are lowered, compiled with an H200's launches."""
+    """The kernels of calls that are lowered, compiled with an H200's launches.
+
+    All are the Triton backend's, whatever GPU is here.
+    """
     noted = Found()
     compile_ir, kernel = triton_lowering.compile_ir, triton_lowering._kernel
 
@@ -40,7 +42,7 @@ def noting_kernels(monkeypatch):
     monkeypatch.setattr(triton_lowering, "compile_ir", noting_ir)
     monkeypatch.setattr(triton_lowering, "_kernel", noting_kernel)
     monkeypatch.setattr(choose, "gpu", lambda: Gpu("NVIDIA H200", "9.0"))
-    jax.clear_caches()  # of calls with another GPU's launches
+    hide_gpus(monkeypatch)
     with compiling_by("triton"):
         yield noted
 

@@ -90,13 +90,19 @@ def test_a_way_that_cannot_run_does_not_end_the_run(monkeypatch):
     assert records[1].median_us == 10.0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_auto_is_what_the_packages_say(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "taken", "partial"),
+    [("bfloat16", False, "q"), ("bfloat16", True, "none"), ("float32", False, "q")],
+)
+def test_auto_is_what_the_packages_say(monkeypatch, dtype, taken, partial):
+    """Whatever GPU is here; taken: whether the specialised kernel is."""
+    for twin in ("pallas_kernels", "triton_kernels"):
+        monkeypatch.setattr(f"{twin}.launching.hopper.is_specialized", lambda *_: taken)
     for implementation in fusion.our_ways()["qk"]:
         for name, expected in (
             ("segments-16 head_dim=80", "qk"),
             ("segments-9216 head_dim=80", "none"),
-            ("segments-9216 head_dim=80 rotary_dim=40", "q"),
+            ("segments-9216 head_dim=80 rotary_dim=40", partial),
         ):
             (workload,) = [w for w in fusion.grid() if w.name == name]
             assert fusion.default_fuse(implementation, variant(workload, dtype=dtype)) == expected

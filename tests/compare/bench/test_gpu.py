@@ -16,7 +16,7 @@ from compare.common.environment import has_gpu
 from compare.implementations import kernels as implementations
 from compare.implementations.kernels import KernelImplementation
 from compare.workloads.arrays import jax_arguments, torch_arguments
-from compare.workloads.kernels import KERNEL_WORKLOADS, segments
+from compare.workloads.kernels import DTYPES, KERNEL_WORKLOADS, segments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")]
 
@@ -68,18 +68,29 @@ def test_both_kernels_are_timed_and_no_faster_than_the_floor():
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"),
-    [("windows-448", ["window_kernel"]), ("frames-448", ["rotate_kernel", "stream_kernel"])],
+    ("name", "kernels", "may_specialize"),
+    [
+        ("windows-448", ["window_kernel"], True),
+        ("frames-448", ["rotate_kernel", "stream_kernel"], False),
+        ("frames-448", ["rotate_kernel", "specialized_kernel"], True),
+    ],
 )
-def test_the_pallas_call_adds_no_kernel_of_its_own(name, kernels):
+def test_the_pallas_call_adds_no_kernel_of_its_own(name, kernels, may_specialize):
+    from pallas_kernels.launching import choose, hopper
+
     workload = KERNEL_WORKLOADS[name]
+    shape = workload.head_dim, int(workload.lengths.max()), workload.tokens, workload.heads
+    taken = hopper.is_specialized(DTYPES[workload.dtype], *shape)
+    if "specialized_kernel" in kernels and not taken:
+        pytest.skip("needs a GPU of compute capability 9.0 and JAX 0.11.2 or 0.12")
     call, arguments = implementations.pallas().prepare(workload), jax_arguments(workload.inputs())
-    call(*arguments).block_until_ready()
 
     def run():
-        for _ in range(4):
-            call(*arguments).block_until_ready()
+        with choose.launching_by(choose._PACKAGED, may_specialize):
+            for _ in range(4):
+                call(*arguments).block_until_ready()
 
+    run()
     profiled = profile(run, 4)
     assert profiled.kernels_per_call == len(kernels), profiled.by_kernel()
     for kernel in kernels:

@@ -88,14 +88,16 @@ def test_the_default_fits_gpus_with_the_least_shared_memory(found, monkeypatch, 
 MANY_TOKENS = 9216
 
 
-@pytest.mark.parametrize("head_dim", [72, 80])
 @pytest.mark.parametrize(
-    ("max_seqlen", "fuse", "tokens"),
+    ("head_dim", "max_seqlen", "fuse", "tokens"),
     [
-        (64, "qk", TOKENS),
-        (STREAM, "none", TOKENS),
-        (STREAM, "none", MANY_TOKENS),
-        (STREAM, "q", MANY_TOKENS),
+        (72, 64, "qk", TOKENS),
+        (80, 64, "qk", TOKENS),
+        (80, STREAM, "none", TOKENS),
+        (72, STREAM, "none", MANY_TOKENS),
+        (80, STREAM, "none", MANY_TOKENS),
+        (72, STREAM, "q", MANY_TOKENS),
+        (80, STREAM, "q", MANY_TOKENS),
     ],
 )
 def test_pointers_registers_and_spills(found, tmp_path, head_dim, max_seqlen, fuse, tokens):

@@ -18,8 +18,18 @@ from pallas_kernels.launching import choose
 from pallas_kernels.launching.compile import compiling_by
 from pallas_kernels.launching.table import Device, Gpu, Launch, Row, Table
 from tests.kernel_contract import STREAM, WINDOW
+from tests.pallas_kernels.no_gpu import hide_gpus
 
 TOKENS, HEADS, SEGMENTS = 1024, 16, 16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_gpu():
+    """The same is lowered on every machine."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        hide_gpus(monkeypatch)
+        yield
+    jax.clear_caches()
 
 
 @pytest.fixture(params=[None, Gpu("NVIDIA H200", "9.0")], ids=["default", "H200"])
