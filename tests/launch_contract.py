@@ -72,7 +72,7 @@ class LaunchContract:
         ],
     )  # fmt: skip
     def test_how_much_is_fused_by_default(self, head_dim, rotary_dim, max_seqlen, fuse):
-        specialized = importlib.import_module(f"{self.package.__name__}.launching.hopper")
+        choose = importlib.import_module(f"{self.package.__name__}.launching.choose")
         dtype = self.array(np.zeros(0, ml_dtypes.bfloat16)).dtype
         call = dtype, head_dim, rotary_dim, max_seqlen, 4096, 2
-        assert specialized.auto_fuse(*call, *self.source) == fuse
+        assert choose.auto_fuse(*call, *self.source) == fuse

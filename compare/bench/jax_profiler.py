@@ -21,7 +21,7 @@ _GROUPS = {
     # Inductor calls a cast on a kernel's way _to_copy.
     "copies": r"memcpy|memset|(?<!_to_)copy|transpose|concatenat|CatArray",
     "windowed attention": r"window_kernel",
-    "frame attention": r"stream_kernel|specialized_kernel|rotate_kernel|flash|fmha|sdpa|attention",
+    "frame attention": r"stream_kernel|rotate_kernel|flash|fmha|sdpa|attention",
     "products": r"gemm|gemv|nvjet|cutlass|cublas|splitK|_dot|_product",
     "norms and elementwise": r"fusion|triton_|elementwise|norm|gated|reduce|gather|index",
 }

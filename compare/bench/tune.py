@@ -160,7 +160,7 @@ def _prepare(twin: Twin, case: Case, table: Any, workload: KernelWorkload) -> Ke
 
     def call(*arguments: Any) -> Any:
         # Nothing else is tuned than the table's kernels.
-        with twin.launch.launching_by(table, specialized=False):
+        with twin.launch.launching_by(table, warp_specialized=False):
             return attend(*arguments)
 
     if twin.framework == "torch":
