@@ -137,21 +137,16 @@ def _call(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    options: _Options,
-    qkv: tuple[jax.Array, ...],
-    cos: jax.Array,
-    sin: jax.Array,
-    cu_seqlens: jax.Array,
-) -> jax.Array:
-    """Qkv is one packed [tokens, 3, heads, head_dim], or q, k, v [tokens, 1, heads, head_dim]."""
-    if qkv[0].size == 0 or cu_seqlens.shape[0] == 1:
+def _attention(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) -> jax.Array:
+    """Qkv is as `operands` takes it, rest is cos, sin and cu_seqlens."""
+    if qkv[0].size == 0 or rest[-1].shape[0] == 1:
         return jnp.zeros_like(qkv[-1][:, -1])  # varying over a mesh as v does
+    bounds = {"max_seqlen": options.max_seqlen, "scale": options.scale}
+    kernel = functools.partial(attend, **bounds, fuse=options.fuse, interpret=False)
+    interpreted = functools.partial(kernel, interpret=True)
 
-    static = {"max_seqlen": options.max_seqlen, "scale": options.scale, "fuse": options.fuse}
-    reference = functools.partial(_reference, options)
-    kernel = functools.partial(attend, **static, interpret=False)
-    interpreted = functools.partial(attend, **static, interpret=True)
+    def reference(qkv: tuple[jax.Array, ...], *rest: jax.Array) -> jax.Array:
+        return rope_attention_reference(*_q_k_v(qkv), *rest, **bounds)
 
     @jax.custom_batching.sequential_vmap
     def call(*arguments: tuple | jax.Array) -> jax.Array:
@@ -161,7 +156,7 @@ def _attention(
             return jax.lax.platform_dependent(*arguments, cuda=kernel, default=reference)
         return jax.lax.platform_dependent(*arguments, cuda=kernel, cpu=interpreted)
 
-    return call(qkv, cos, sin, cu_seqlens)
+    return call(qkv, *rest)
 
 
 def _forward(options: _Options, *arguments: tuple | jax.Array) -> tuple[jax.Array, tuple]:
@@ -188,13 +183,6 @@ def _run(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) -> jax
     """Qkv is one packed [tokens, 3, heads, head_dim], or q, k, v [tokens, heads, head_dim]."""
     qkv = qkv if len(qkv) == 1 else tuple(x[:, None] for x in qkv)
     return on_own_heads(functools.partial(_attention, options), qkv, *rest)
-
-
-def _reference(
-    options: _Options, qkv: tuple, cos: jax.Array, sin: jax.Array, cu_seqlens: jax.Array
-) -> jax.Array:
-    scale, max_seqlen = options.scale, options.max_seqlen
-    return rope_attention_reference(*_q_k_v(qkv), cos, sin, cu_seqlens, scale, max_seqlen)
 
 
 def _q_k_v(qkv: tuple[jax.Array, ...]) -> Iterator[jax.Array]:

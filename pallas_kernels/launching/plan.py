@@ -57,14 +57,15 @@ def attend(
     shape = v.dtype, head_dim, max_seqlen, tokens, heads
     warp_specialized = fuse == "none" and not interpret and is_warp_specialized(*shape)
     rows = rows_of(tokens) if warp_specialized else tokens
+    rotated = functools.partial(_rotation, cos=cos, sin=sin, rows=rows, interpret=interpret)
     if fuse == "none" and len(qkv) == 1:
-        q = k = _rotation(q, q_part, 2, cos, sin, rows, interpret)
+        q = k = rotated(q, q_part, 2)
         q_part, k_part = 0, 1
     else:
         if fuse == "none":
-            q, q_part = _rotation(q, q_part, 1, cos, sin, rows, interpret), 0
+            q, q_part = rotated(q, q_part, 1), 0
         if fuse != "qk":
-            k, k_part = _rotation(k, k_part, 1, cos, sin, rows, interpret), 0
+            k, k_part = rotated(k, k_part, 1), 0
     parts, scale_log2 = (q_part, k_part, v_part), scale * LOG2_E
     if warp_specialized:
         return run_hopper_stream(q, k, v, cu_seqlens, parts, scale_log2, min(max_seqlen, tokens))
@@ -73,26 +74,15 @@ def attend(
 
 
 def _rotation(
-    x: jax.Array,
-    first_part: int,
-    parts: int,
-    cos: jax.Array,
-    sin: jax.Array,
-    rows: int,
-    interpret: bool,
-) -> jax.Array:
+    x: jax.Array, first_part: int, parts: int,
+    cos: jax.Array, sin: jax.Array, rows: int, interpret: bool,
+) -> jax.Array:  # fmt: skip
     """So many parts of x rotated, [rows, parts, row] as the attention kernels read them."""
     tokens, _, heads, head_dim = x.shape
     launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads)
-    split = head_split(head_dim)
-    kernel = functools.partial(
-        rotate_kernel,
-        first_part=first_part,
-        main=split.main,
-        tail=split.tail,
-        block=launch.block,
-        group=launch.block_k,
-    )
+    main, tail = head_split(head_dim)
+    blocks = {"block": launch.block, "group": launch.block_k}
+    kernel = functools.partial(rotate_kernel, first_part=first_part, main=main, tail=tail, **blocks)
     programs = pl.cdiv(tokens, launch.block) * parts * pl.cdiv(heads, launch.block_k)
     shape = (rows, parts, rotated_row(heads, head_dim))
     return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))
@@ -116,26 +106,17 @@ def _attention(
     shape = v.dtype, head_dim, max_seqlen, tokens * heads
     if max_seqlen <= window_limit(v.dtype, head_dim):
         launch = find_launch("window", *shape)
-        programs = segments * heads
-        kernel = functools.partial(window_kernel, block=launch.block)
+        kernel, programs, blocks = window_kernel, segments * heads, {}
     else:
         launch = find_launch("rotating_stream" if fuse == "qk" else "stream", *shape)
-        programs = pl.cdiv(tokens, launch.block) * heads
+        kernel, programs = stream_kernel, pl.cdiv(tokens, launch.block) * heads
         online = is_online(v.dtype, head_dim, max_seqlen)
-        kernel = functools.partial(
-            stream_kernel, online=online, block=launch.block, block_k=launch.block_k
-        )
-    split = head_split(head_dim)
+        blocks = {"online": online, "block_k": launch.block_k}
+    main, tail = head_split(head_dim)
     kernel = functools.partial(
-        kernel,
-        parts=parts,
-        scale_log2=scale_log2,
-        main=split.main,
-        tail=split.tail,
-        rotate_q=fuse != "none",
-        rotate_k=fuse == "qk",
-        interpreted=interpret,
-    )
+        kernel, parts=parts, scale_log2=scale_log2, main=main, tail=tail, block=launch.block,
+        rotate_q=fuse != "none", rotate_k=fuse == "qk", interpreted=interpret, **blocks,
+    )  # fmt: skip
     shape = (tokens, 1, heads, head_dim)
     disable_licm = not hoists(head_dim, v.dtype)
     return run(kernel, programs, shape, v.dtype, launch, interpret, read, disable_licm)[:, 0]
