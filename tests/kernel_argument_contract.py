@@ -231,7 +231,7 @@ WRONG_IN_BOTH = {
     "unknown implementation": (
         {"implementation": "cuda"},
         ValueError,
-        r"implementation must be .*'auto', 'triton'.*'reference'.* got 'cuda'",
+        r"implementation must be .*'auto', 'kernel'.*'reference'.* got 'cuda'",
     ),
 }
 WRONG_HEAD_DIMS = [0, 4, 12, 84, 264]
