@@ -25,9 +25,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.attention import LOG2_E, have_tensor_cores
 from pallas_kernels.kernels.tiles import Ref, exp2
+from pallas_kernels.launching.devices import have_tensor_cores
 from pallas_kernels.launching.launch import run
+from pallas_kernels.launching.plan import LOG2_E
 from pallas_kernels.launching.table import Launch, next_power_of_2
 
 # Of a program, which has one row; a row of 3,456 channels is 16 values a thread.

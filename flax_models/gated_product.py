@@ -24,7 +24,8 @@ from flax_models import gated
 from flax_models.gated import Biases, Operation, differentiable, gated_activation, load, silu_times
 from flax_models.products import unnormed_product
 from pallas_kernels.kernels.tiles import Ref, Scalar
-from pallas_kernels.launching.compile import HAVE_MOSAIC, local_gpu
+from pallas_kernels.launching.compile import HAVE_MOSAIC
+from pallas_kernels.launching.devices import local_gpu
 from pallas_kernels.launching.launch import run
 from pallas_kernels.launching.table import Launch, next_power_of_2
 

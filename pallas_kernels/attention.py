@@ -1,4 +1,4 @@
-"""The public functions: check arguments, choose the kernel and how much to fuse, launch."""
+"""The public functions: check arguments, settle what is static, run; and what JAX derives."""
 
 import functools
 from collections.abc import Iterator
@@ -7,22 +7,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 
 from pallas_kernels.checks import check_arguments
-from pallas_kernels.kernels.rotate import rotate_kernel
-from pallas_kernels.kernels.softmax import is_online
-from pallas_kernels.kernels.stream import hoists, stream_kernel
-from pallas_kernels.kernels.window import window_kernel
-from pallas_kernels.launching.choose import find_launch, head_split, rotated_row, window_limit
-from pallas_kernels.launching.compile import local_gpus
-from pallas_kernels.launching.hopper import auto_fuse, is_specialized, rows_of
-from pallas_kernels.launching.launch import run
+from pallas_kernels.launching.choose import auto_fuse
+from pallas_kernels.launching.devices import have_tensor_cores
+from pallas_kernels.launching.plan import attend, operands
 from pallas_kernels.launching.table import next_power_of_2
 from pallas_kernels.reference import rope_attention_gradients, rope_attention_reference
 from pallas_kernels.sharding import check_shardings, on_own_heads
-
-LOG2_E = 1.4426950408889634
 
 
 def fused_rope_attention(
@@ -55,13 +47,13 @@ def fused_rope_attention(
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice;
             else "none", or "q" where rotary_dim < head_dim and head_dim is a multiple of 16, but
-            for long images on Hopper GPUs, see specialized.py.
-        implementation: "triton" is the kernel on Pallas' Triton backend, but over long images on
-            Hopper GPUs on its Mosaic GPU backend, see specialized.py (on a CPU: in Pallas'
+            for long images on Hopper GPUs, see `is_warp_specialized`.
+        implementation: "kernel" is the kernel on Pallas' Triton backend, but over long images on
+            Hopper GPUs on its Mosaic GPU backend, see `is_warp_specialized` (on a CPU: in Pallas'
             interpreter, which needs jax_enable_x64 off, check_vma=False under shard_map, and heads
             that are split over all axes of an explicit mesh that is set), "reference" plain jnp;
             "auto" the kernel where the computation runs on a CUDA GPU of compute capability 8.0 or
-            newer, else the reference.
+            newer, else the reference. "triton" is another word for "kernel".
 
     Returns:
         [tokens, heads, head_dim] in the dtype of q; exactly 0 for padding.
@@ -75,10 +67,9 @@ def fused_rope_attention(
     explicit axes of a mesh, or under shard_map, there also with all arguments split by calls, each
     device runs its own.
     """
-    options, (q, k, v, *angles) = _prepare(
+    return _call(
         (q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
     )
-    return _run(options, (q, k, v), *angles)
 
 
 def fused_rope_attention_qkvpacked(
@@ -97,10 +88,7 @@ def fused_rope_attention_qkvpacked(
     That is what a QKV projection writes; it is neither split nor copied. Everything else is as in
     fused_rope_attention.
     """
-    options, (qkv, *angles) = _prepare(
-        (qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
-    )
-    return _run(options, (qkv,), *angles)
+    return _call((qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
 
 
 @dataclass(frozen=True)
@@ -113,7 +101,7 @@ class _Options:
     implementation: str
 
 
-def _prepare(
+def _call(
     arrays: tuple[jax.Array, ...],
     names: tuple[str, ...],
     cos: jax.Array,
@@ -123,8 +111,8 @@ def _prepare(
     scale: float | None,
     fuse: str,
     implementation: str,
-) -> tuple[_Options, list[jax.Array]]:
-    """Check a call's arguments; returns all that is static about it, and its arrays as JAX's."""
+) -> jax.Array:
+    """Check a call's arguments, settle all that is static about it, and run it."""
     # Before numbers of 64 bits, NumPy's default, become JAX's of 32.
     check_arguments(arrays, names, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
     if max_seqlen is None:
@@ -136,46 +124,39 @@ def _prepare(
         max_seqlen = min(next_power_of_2(longest), arrays[0].shape[0])
     *arrays, cos, sin, cu_seqlens = map(jnp.asarray, (*arrays, cos, sin, cu_seqlens))
     check_shardings(arrays, names, cos, sin, cu_seqlens)
-    max_seqlen, head_dim = int(max_seqlen), arrays[0].shape[-1]
+    max_seqlen, (tokens, *_, heads, head_dim) = int(max_seqlen), arrays[0].shape
     if fuse == "auto":
-        tokens, *_, heads, head_dim = arrays[0].shape
         fuse = auto_fuse(arrays[0].dtype, head_dim, 2 * cos.shape[1], max_seqlen, tokens, heads)
+    if implementation == "triton":
+        implementation = "kernel"  # the same, so both share one compilation
     if implementation == "auto" and not have_tensor_cores():
         implementation = "reference"
     scale = head_dim**-0.5 if scale is None else float(scale)
-    return _Options(max_seqlen, scale, fuse, implementation), [*arrays, cos, sin, cu_seqlens]
+    options = _Options(max_seqlen, scale, fuse, implementation)
+    return _run(options, tuple(arrays), cos, sin, cu_seqlens)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    options: _Options,
-    qkv: tuple[jax.Array, ...],
-    cos: jax.Array,
-    sin: jax.Array,
-    cu_seqlens: jax.Array,
-) -> jax.Array:
-    """Qkv is one packed [tokens, 3, heads, head_dim], or q, k, v [tokens, 1, heads, head_dim]."""
-    if qkv[0].size == 0 or cu_seqlens.shape[0] == 1:
+def _attention(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) -> jax.Array:
+    """Qkv is as `operands` takes it, rest is cos, sin and cu_seqlens."""
+    if qkv[0].size == 0 or rest[-1].shape[0] == 1:
         return jnp.zeros_like(qkv[-1][:, -1])  # varying over a mesh as v does
+    bounds = {"max_seqlen": options.max_seqlen, "scale": options.scale}
+    kernel = functools.partial(attend, **bounds, fuse=options.fuse, interpret=False)
+    interpreted = functools.partial(kernel, interpret=True)
+
+    def reference(qkv: tuple[jax.Array, ...], *rest: jax.Array) -> jax.Array:
+        return rope_attention_reference(*_q_k_v(qkv), *rest, **bounds)
 
     @jax.custom_batching.sequential_vmap
-    def attend(qkv: tuple, cos: jax.Array, sin: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
-        arguments = (qkv, cos, sin, cu_seqlens)
-        reference = functools.partial(_reference, options)
-        kernel = functools.partial(_kernel, options, False)
-        interpreted = functools.partial(_kernel, options, True)
+    def call(*arguments: tuple | jax.Array) -> jax.Array:
         if options.implementation == "reference":
             return reference(*arguments)
         if options.implementation == "auto":
             return jax.lax.platform_dependent(*arguments, cuda=kernel, default=reference)
         return jax.lax.platform_dependent(*arguments, cuda=kernel, cpu=interpreted)
 
-    return attend(qkv, cos, sin, cu_seqlens)
-
-
-def have_tensor_cores() -> bool:
-    """Whether all GPUs here have them for bf16, which came with compute capability 8.0."""
-    return all(float(gpu.compute_capability) >= 8.0 for gpu in local_gpus())
+    return call(qkv, *rest)
 
 
 def _forward(options: _Options, *arguments: tuple | jax.Array) -> tuple[jax.Array, tuple]:
@@ -204,103 +185,6 @@ def _run(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) -> jax
     return on_own_heads(functools.partial(_attention, options), qkv, *rest)
 
 
-def _reference(
-    options: _Options, qkv: tuple, cos: jax.Array, sin: jax.Array, cu_seqlens: jax.Array
-) -> jax.Array:
-    scale, max_seqlen = options.scale, options.max_seqlen
-    return rope_attention_reference(*_q_k_v(qkv), cos, sin, cu_seqlens, scale, max_seqlen)
-
-
 def _q_k_v(qkv: tuple[jax.Array, ...]) -> Iterator[jax.Array]:
-    arrays, parts = _operands(qkv)
+    arrays, parts = operands(qkv)
     return (x[:, part] for x, part in zip(arrays, parts, strict=True))
-
-
-def _operands(qkv: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], tuple[int, int, int]]:
-    """The arrays that hold q, k and v, and the part of each that does."""
-    return (qkv * 3, (0, 1, 2)) if len(qkv) == 1 else (qkv, (0, 0, 0))
-
-
-def _kernel(
-    options: _Options,
-    interpret: bool,
-    qkv: tuple[jax.Array, ...],
-    cos: jax.Array,
-    sin: jax.Array,
-    cu_seqlens: jax.Array,
-) -> jax.Array:
-    (q, k, v), (q_part, k_part, v_part) = _operands(qkv)
-    tokens, _, heads, head_dim = v.shape
-    shape = v.dtype, head_dim, options.max_seqlen, tokens, heads
-    specialized = options.fuse == "none" and not interpret and is_specialized(*shape)
-    rows = rows_of(tokens) if specialized else tokens
-    if options.fuse == "none" and len(qkv) == 1:
-        q = k = _rotate(q, q_part, 2, cos, sin, rows, interpret)
-        q_part, k_part = 0, 1
-    else:
-        if options.fuse == "none":
-            q, q_part = _rotate(q, q_part, 1, cos, sin, rows, interpret), 0
-        if options.fuse != "qk":
-            k, k_part = _rotate(k, k_part, 1, cos, sin, rows, interpret), 0
-    if specialized:
-        from pallas_kernels.launching.hopper_launch import specialized_attention
-
-        parts, scale_log2 = (q_part, k_part, v_part), options.scale * LOG2_E
-        longest = min(options.max_seqlen, tokens)
-        return specialized_attention(q, k, v, cu_seqlens, parts, scale_log2, longest)
-    segments = cu_seqlens.shape[0] - 1
-    split = head_split(head_dim)
-    static = {
-        "parts": (q_part, k_part, v_part),
-        "scale_log2": options.scale * LOG2_E,
-        "main": split.main,
-        "tail": split.tail,
-        "rotate_q": options.fuse != "none",
-        "rotate_k": options.fuse == "qk",
-        "interpreted": interpret,
-    }
-    if options.max_seqlen <= window_limit(v.dtype, head_dim):
-        launch = find_launch("window", v.dtype, head_dim, options.max_seqlen, tokens * heads)
-        programs = segments * heads
-        kernel = functools.partial(window_kernel, **static, block=launch.block)
-    else:
-        name = "rotating_stream" if options.fuse == "qk" else "stream"
-        launch = find_launch(name, v.dtype, head_dim, options.max_seqlen, tokens * heads)
-        programs = pl.cdiv(tokens, launch.block) * heads
-        kernel = functools.partial(
-            stream_kernel,
-            **static,
-            online=is_online(v.dtype, head_dim, options.max_seqlen),
-            block=launch.block,
-            block_k=launch.block_k,
-        )
-    shape = (tokens, 1, heads, head_dim)
-    operands = q, k, v, cos, sin, cu_seqlens
-    disable_licm = not hoists(head_dim, v.dtype)
-    return run(kernel, programs, shape, v.dtype, launch, interpret, operands, disable_licm)[:, 0]
-
-
-def _rotate(
-    x: jax.Array,
-    first_part: int,
-    parts: int,
-    cos: jax.Array,
-    sin: jax.Array,
-    rows: int,
-    interpret: bool,
-) -> jax.Array:
-    """So many parts of x rotated, [rows, parts, row] as the attention kernels read them."""
-    tokens, _, heads, head_dim = x.shape
-    launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads)
-    split = head_split(head_dim)
-    kernel = functools.partial(
-        rotate_kernel,
-        first_part=first_part,
-        main=split.main,
-        tail=split.tail,
-        block=launch.block,
-        group=launch.block_k,
-    )
-    programs = pl.cdiv(tokens, launch.block) * parts * pl.cdiv(heads, launch.block_k)
-    shape = (rows, parts, rotated_row(heads, head_dim))
-    return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 FUSE = ("auto", "qk", "q", "none")
-IMPLEMENTATIONS = ("auto", "triton", "reference")
+# "triton" is another word for "kernel".
+IMPLEMENTATIONS = ("auto", "kernel", "triton", "reference")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MAX_HEAD_DIM = 256
 # Numbers of rows are 32-bit.

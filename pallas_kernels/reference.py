@@ -93,11 +93,8 @@ def rope_attention_gradients(
     )
     grad, cu_seqlens = vary(grad), vary(cu_seqlens)
 
-    def rotate(
-        q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        q, k = (rotate_reference(x.astype(jnp.float32), cos, sin) for x in (q, k))
-        return q, k
+    def rotate(q: jax.Array, k: jax.Array, *angles: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(rotate_reference(x.astype(jnp.float32), *angles) for x in (q, k))
 
     rotated, rotate_back = jax.vjp(rotate, q, k, cos, sin)
     q, k = (x.astype(v.dtype) for x in rotated)
@@ -174,18 +171,11 @@ def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, key_mask: jax.Array, scale: float
 ) -> jax.Array:
     """Q [rows, heads, head_dim], k and v [keys, heads, head_dim], at least one key unmasked."""
-    precision = jax.lax.Precision.HIGHEST
-    logits = jnp.einsum(
-        "qhd,khd->hqk", q, k, precision=precision, preferred_element_type=jnp.float32
+    product = functools.partial(
+        jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
-    logits = jnp.where(key_mask, logits * scale, -jnp.inf)
+    logits = jnp.where(key_mask, product("qhd,khd->hqk", q, k) * scale, -jnp.inf)
     p = jnp.exp(logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
     normalizer = jnp.sum(p, axis=-1).T[..., None]
-    out = jnp.einsum(
-        "hqk,khd->qhd",
-        p.astype(v.dtype),
-        v,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    out = product("hqk,khd->qhd", p.astype(v.dtype), v)
     return (out / normalizer).astype(v.dtype)

@@ -1,5 +1,6 @@
 """Both packages' tables of launches: what they hold, and what is found in them."""
 
+import dataclasses
 import importlib
 import itertools
 import json
@@ -186,7 +187,8 @@ def test_every_call_finds_a_launch(module, table, launch):
 
 def test_rows_are_for_different_shapes(table):
     for device in table.devices.values():
-        assert len({row.conditions for row in device.rows}) == len(device.rows)
+        conditions = {dataclasses.replace(row, launch=None) for row in device.rows}
+        assert len(conditions) == len(device.rows)
 
 
 def test_unaligned_tiles_have_32_rows(module, table):

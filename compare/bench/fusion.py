@@ -102,7 +102,7 @@ def default_fuse(implementation: KernelImplementation, workload: KernelWorkload)
 
             source = launch_source(0 if has_gpu() else None)
             return auto_fuse(getattr(torch, workload.dtype), *shape, *size, source)
-        from pallas_kernels.launching.hopper import auto_fuse
+        from pallas_kernels.launching.choose import auto_fuse
 
         return auto_fuse(DTYPES[workload.dtype], *shape, *size)
     except ImportError:

@@ -1,4 +1,4 @@
-"""Softmax over a segment's keys by groups of warps: what the specialised kernel does with one.
+"""Softmax over a segment's keys in the warp-specialized kernel, by groups of warps.
 
 By one reference a row, or online, as in softmax.py.
 """
@@ -35,14 +35,14 @@ REFERENCE_KEYS = 64
 
 
 def visit_segment(
-    q_tiles: tuple[Ref, ...], k: Operand, v: Operand, turns: Ref | None, p_tile: Ref | None,
+    q_tiles: tuple[Ref, ...], k: Operand, v: Operand, ping_pong: Ref | None, p_tile: Ref | None,
     # number of the segment's first tile
     tile: Scalar, keys: Keys, scale_log2: float, group: Scalar,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Over a segment's keys, by one reference a row: sums of the probabilities, and of V by these.
 
     The product of a tile's probabilities and V is computed together with the logits of the next,
-    and groups take turns in computing these: while one does, the other takes exponentials.
+    and groups play ping-pong with these: while one multiplies, the other takes exponentials.
     """
     width = v.tiles[0].shape[-1]
 
@@ -51,9 +51,9 @@ def visit_segment(
         return logits_ref[...]
 
     mosaic.barrier_wait(k.full.at[stage_of(tile)])
-    take_turn(turns, group)
+    ping_pong_wait(ping_pong, group)
     logits = pl.run_scoped(first_logits, accumulator(KEYS))
-    pass_turn(turns, group)
+    ping_pong_arrive(ping_pong, group)
     mosaic.barrier_arrive(k.empty.at[stage_of(tile)])
     _, low, high = tile_of(keys, 0)
     logits = masked(logits, low, high)
@@ -71,13 +71,13 @@ def visit_segment(
             def next_logits(logits_ref: Ref) -> jax.Array:
                 key_logits(logits_ref, q_tiles, k, stage)
                 mosaic.wgmma_wait(0)
-                pass_turn(turns, group)
+                ping_pong_arrive(ping_pong, group)
                 mosaic.barrier_arrive(k.empty.at[stage])
                 mosaic.barrier_arrive(v.empty.at[before])
                 return logits_ref[...]
 
             mosaic.barrier_wait(v.full.at[before])
-            take_turn(turns, group)
+            ping_pong_wait(ping_pong, group)
             add_values(acc_ref, p, p_tile, v, before)
             mosaic.barrier_wait(k.full.at[stage])
             logits = pl.run_scoped(next_logits, accumulator(KEYS))
@@ -103,21 +103,21 @@ def visit_segment(
     return pl.run_scoped(over_keys, accumulator(width))
 
 
-def takes_turns(main: int, tail: int) -> bool:
-    """Whether groups do: where there is a tail, and it is narrow. Products of 128 columns lose."""
+def uses_ping_pong(main: int, tail: int) -> bool:
+    """Whether groups do: where there is a narrow tail. Products of 128 columns lose by it."""
     return 0 < tail < main
 
 
-def take_turn(turns: Ref | None, group: Scalar) -> None:
+def ping_pong_wait(ping_pong: Ref | None, group: Scalar) -> None:
     """Wait until the other group's products have ended: with the tile before, or with this one."""
-    if turns is not None:
-        mosaic.barrier_wait(turns.at[group])
+    if ping_pong is not None:
+        mosaic.barrier_wait(ping_pong.at[group])
 
 
-def pass_turn(turns: Ref | None, group: Scalar) -> None:
-    """Let the other group go on."""
-    if turns is not None:
-        mosaic.barrier_arrive(turns.at[GROUPS - 1 - group])
+def ping_pong_arrive(ping_pong: Ref | None, group: Scalar) -> None:
+    """Let the other group multiply."""
+    if ping_pong is not None:
+        mosaic.barrier_arrive(ping_pong.at[GROUPS - 1 - group])
 
 
 def visit_online(

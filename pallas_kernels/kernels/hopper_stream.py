@@ -5,7 +5,7 @@ copies, products and exponentials in turn, and waits for each. Here the GPU's co
 fetches tiles of keys for two groups of warps that do nothing but compute, each for rows of its own,
 so that one multiplies while the other takes exponentials. That division of labour is
 FlashAttention-3's (https://arxiv.org/abs/2407.08608); softmax is by one reference a row, see
-specialized_softmax.py.
+hopper_softmax.py.
 
 For Pallas' Mosaic GPU backend: its Triton backend has no groups of warps, and no such copies. Here
 these start at multiples of eight rows, of arrays that have rows by eights, so that a segment's
@@ -22,7 +22,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
-from pallas_kernels.kernels.hopper_softmax import pass_turn, take_turn, visit_online, visit_segment
+from pallas_kernels.kernels.hopper_softmax import (
+    ping_pong_arrive,
+    ping_pong_wait,
+    visit_online,
+    visit_segment,
+)
 from pallas_kernels.kernels.hopper_tiles import (
     GROUPS,
     ROW,
@@ -42,25 +47,24 @@ from pallas_kernels.kernels.hopper_tiles import (
 from pallas_kernels.kernels.softmax import reference_fits
 from pallas_kernels.kernels.stream import last_start_at
 from pallas_kernels.kernels.tiles import Ref, Scalar
-from pallas_kernels.launching.choose import rotated_row
-from pallas_kernels.launching.hopper import BLOCK, COLUMN_UNIT
+from pallas_kernels.launching.choose import BLOCK, COLUMN_UNIT, rotated_row
 
 # Registers of a thread: logits, probabilities and sums fill those of a computing one.
 REGISTERS = 240
 LOADER_REGISTERS = 24
 
 
-def specialized_kernel(
+def hopper_stream_kernel(
     # q and k are [rows, parts * row], v is [rows, parts * heads * head_dim], with rows by eights,
     # and the result [tokens, heads * head_dim]
     q_ref: Ref, k_ref: Ref, v_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
     # in shared memory: tiles of Q, K (main and tail) and V, each group's result and its misfits
     q_tiles: tuple[Ref, ...], k_tiles: tuple[Ref, ...], v_tiles: tuple[Ref, ...],
     out_tiles: Ref, misfits_ref: Ref,
-    # barriers: see Operand; have all groups read all tiles; what each group loads itself; is it its
-    # turn
+    # barriers: see Operand; have all groups read all tiles; what each group loads itself; the
+    # groups' ping-pong
     q_full: Ref, k_full: Ref, k_empty: Ref, v_full: Ref, v_empty: Ref,
-    all_read: Ref, again: Ref, turns: Ref | None,
+    all_read: Ref, again: Ref, ping_pong: Ref | None,
     # where the interpreter has probabilities
     p_tiles: Ref | None,
     *,
@@ -109,7 +113,7 @@ def specialized_kernel(
         out_tile = out_tiles.at[group]
         p_tile = None if p_tiles is None else p_tiles.at[group]
         attend_rows(
-            q, k, v, all_read, again, turns, out_tile, misfits_ref, p_tile, visited, group,
+            q, k, v, all_read, again, ping_pong, out_tile, misfits_ref, p_tile, visited, group,
             v_shift, scale_log2,
         )  # fmt: skip
         mosaic.commit_smem()
@@ -177,7 +181,7 @@ def load_tiles(q: Operand, k: Operand, v: Operand, all_read: Ref, visited: Visit
 
 
 def attend_rows(
-    q: Operand, k: Operand, v: Operand, all_read: Ref, again: Ref, turns: Ref | None,
+    q: Operand, k: Operand, v: Operand, all_read: Ref, again: Ref, ping_pong: Ref | None,
     # the group's tile [pieces, ROWS, columns], and all groups' rows [GROUPS, ROWS]
     out_tile: Ref, misfits_ref: Ref, p_tile: Ref | None,
     visited: Visited, group: Scalar,
@@ -191,14 +195,16 @@ def attend_rows(
     for i in range(out_tile.shape[0]):  # of tokens of no segment
         out_tile[i] = filled(out_tile.shape[1:], 0, SUMS, out_tile.dtype)
     mosaic.barrier_wait(q.full.at[group])
-    # The first turn is group 0's, which also takes the one that is left after all tiles: a barrier
-    # has to be waited for as often as it was completed.
-    pl.when(group == GROUPS - 1)(functools.partial(pass_turn, turns, group))
+    # Group 0 multiplies first, and also waits for what is left after all tiles: a barrier has to be
+    # waited for as often as it was completed.
+    pl.when(group == GROUPS - 1)(functools.partial(ping_pong_arrive, ping_pong, group))
 
     def attend(segment: Scalar, carried: tuple) -> tuple:
         tile, misfits = carried
         keys = keys_of(visited, segment)
-        row_sum, acc = visit_segment(q_tiles, k, v, turns, p_tile, tile, keys, scale_log2, group)
+        row_sum, acc = visit_segment(
+            q_tiles, k, v, ping_pong, p_tile, tile, keys, scale_log2, group
+        )
         out = divided(row_sum, acc, v_shift, out_tile)
         mask = (token >= keys.start) & (token < keys.end)
         store_rows(out_tile, mask, out)  # also rows that do not fit, which are written over later
@@ -208,7 +214,7 @@ def attend_rows(
     segments = visited.first_segment, visited.last_segment + 1
     misfits = filled((ROWS,), 0, ROW, jnp.int32)
     _, misfits = lax.fori_loop(*segments, attend, (jnp.int32(0), misfits))
-    pl.when(group == 0)(functools.partial(take_turn, turns, group))
+    pl.when(group == 0)(functools.partial(ping_pong_wait, ping_pong, group))
     mosaic.barrier_arrive(all_read)
     # Each warp adds up those of all rows: for sums across warps, both groups would have one place.
     misfits_ref[group] = misfits

@@ -1,4 +1,4 @@
-"""Tiles of the specialised kernel: their sizes, which a segment has, and how they are loaded."""
+"""Tiles of the warp-specialized kernel: their sizes, a segment's, and how they are loaded."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
 from pallas_kernels.kernels.tiles import Ref, Scalar, segment_bounds
-from pallas_kernels.launching.hopper import BLOCK, ROW_UNIT
+from pallas_kernels.launching.choose import BLOCK, ROW_UNIT
 
 # Query rows of a group of warps, and groups that compute.
 ROWS = 64

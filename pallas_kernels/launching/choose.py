@@ -1,7 +1,7 @@
-"""Block sizes, warps and stages for each case, from a checked-in table.
+"""Which kernel, with which block sizes, warps and stages, for each case.
 
 Nothing is tuned at call time: `launches.json` says what was fastest, `python -m compare tune`
-makes it anew.
+makes it anew. The warp-specialized kernel, whose tiles are fixed, is in no table.
 """
 
 import contextlib
@@ -12,16 +12,36 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels.launching.compile import compiler, local_gpu
+from pallas_kernels.kernels.softmax import is_online
+from pallas_kernels.launching.compile import HAVE_MOSAIC, compiler
+from pallas_kernels.launching.devices import local_gpu, local_gpus
 from pallas_kernels.launching.table import Gpu, Launch, Shape, Table, next_power_of_2
 
+# Of the warp-specialized kernel: a program's tokens, and by how many rows and columns its copies
+# start.
+BLOCK = 128
+ROW_UNIT, COLUMN_UNIT = 8, 16
+
+# Heads of up to 64 columns want few registers: of the stream kernel four programs run at once.
+_WIDEST_FOR_STREAM = 64
+# The shortest segments' tokens: in shorter ones what a program does before and after its products
+# counts for more.
+_SHORTEST = 768
+# The same where tokens are not by eights, and V is copied to rows that are.
+_SHORTEST_COPIED = 3072
+# How far programs have to fill their waves: nothing else runs meanwhile, as a multiprocessor holds
+# one program. Of heads with a tail that fill whole sectors, 32 bytes of memory, further, as there
+# the stream kernel is at its best. A GPU of compute capability 9.0 mostly has 132 multiprocessors.
+_FULL_WITH_TAIL, _FULL_OTHERWISE = 0.75, 0.7
+_MULTIPROCESSORS = 132
+
 TABLE_FILE = Path(__file__).with_name("launches.json")
-_PACKAGED = Table.read(TABLE_FILE)
 # JAX traces anew for others.
-_table = jax.make_user_context(_PACKAGED)
-_specialized = jax.make_user_context(True)
+_table = jax.make_user_context(Table.read(TABLE_FILE))
+_warp_specialized = jax.make_user_context(True)
 
 
 class HeadSplit(NamedTuple):
@@ -83,16 +103,68 @@ def gpu() -> Gpu | None:
     return Gpu(first.device_kind + suffix, first.compute_capability + suffix)
 
 
-def may_specialize() -> bool:
-    """Whether the specialised kernel may take the stream kernel's place."""
-    return _specialized.value
-
-
 @contextlib.contextmanager
-def launching_by(table: Table, specialized: bool = True) -> Iterator[None]:
+def launching_by(table: Table, warp_specialized: bool = True) -> Iterator[None]:
     """Within the context, this thread takes its launches from another table than the package's.
 
-    specialized: whether the specialised kernel, which is in no table, may be launched.
+    warp_specialized: whether the warp-specialized kernel, which is in no table, may be launched.
     """
-    with _table(table), _specialized(specialized):
+    with _table(table), _warp_specialized(warp_specialized):
         yield
+
+
+def can_warp_specialize() -> bool:
+    """Whether the warp-specialized kernel may be launched on the GPUs here."""
+    # One program is for all of them.
+    capabilities = {gpu.compute_capability for gpu in local_gpus()}
+    return HAVE_MOSAIC and capabilities == {"9.0"} and _warp_specialized.value
+
+
+def is_warp_specialized(
+    dtype: DTypeLike, head_dim: int, max_seqlen: int, tokens: int, heads: int
+) -> bool:
+    """Whether the warp-specialized kernel takes the stream kernel's place.
+
+    Where Q and K are rotated beforehand.
+    """
+    if not can_warp_specialize():
+        return False
+    shortest = _SHORTEST if rows_of(tokens) == tokens else _SHORTEST_COPIED
+    if max_seqlen < shortest or is_online(dtype, head_dim, max_seqlen):
+        return False
+    programs = pl.cdiv(tokens, BLOCK) * heads
+    waves = pl.cdiv(programs, _MULTIPROCESSORS)
+    tail_in_sectors = head_split(head_dim).tail > 0 and head_dim % 16 == 0
+    fullness = _FULL_WITH_TAIL if tail_in_sectors else _FULL_OTHERWISE
+    full = programs >= fullness * waves * _MULTIPROCESSORS
+    return head_dim > _WIDEST_FOR_STREAM and full and tiles_fit(tokens, heads, head_dim)
+
+
+def auto_fuse(
+    dtype: DTypeLike, head_dim: int, rotary_dim: int, max_seqlen: int, tokens: int, heads: int
+) -> str:
+    """What fuse="auto" means: "qk" where one tile holds a segment, else "none" or "q".
+
+    "q" is for heads of which only a part rotates, as a pass over Q would mostly copy. Heads of no
+    multiple of 16 dims fill no whole sectors, 32 bytes of memory, before that pass: there it pays.
+    The warp-specialized kernel, which wants both rotated, makes up for it.
+    """
+    if max_seqlen <= window_limit(dtype, head_dim):
+        return "qk"
+    if rotary_dim == head_dim or head_dim % 16 > 0:
+        return "none"
+    return "none" if is_warp_specialized(dtype, head_dim, max_seqlen, tokens, heads) else "q"
+
+
+def tiles_fit(tokens: int, heads: int, head_dim: int) -> bool:
+    """Whether the warp-specialized kernel's tiles fit the arrays, of 72 to 128 columns a head.
+
+    Where a head's tile of V is wider than the head, in odd numbers it would pass the last one's.
+    """
+    pairs = head_dim % COLUMN_UNIT == 0 or heads % 2 == 0
+    return pairs and 64 < head_dim <= 128 and tokens >= BLOCK
+
+
+def rows_of(tokens: int) -> int:
+    """Rows of the arrays that it copies tiles from: by eights, the last of no token."""
+    return pl.cdiv(tokens, ROW_UNIT) * ROW_UNIT

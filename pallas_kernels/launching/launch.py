@@ -1,14 +1,16 @@
-"""Launching a kernel: what every pallas_call here has in common."""
+"""Launching kernels: through Pallas' Triton backend, and on Hopper GPUs through Mosaic."""
 
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_kernels.launching.choose import BLOCK, COLUMN_UNIT, head_split, rows_of
 from pallas_kernels.launching.compile import compiler_params
 from pallas_kernels.launching.table import Launch
-from pallas_kernels.sharding import varying_axes
+from pallas_kernels.sharding import vary_as, varying_axes
 
 
 def run(
@@ -21,7 +23,7 @@ def run(
     operands: tuple[jax.Array, ...],
     disable_licm: bool = False,
 ) -> jax.Array:
-    """Run a kernel on its operands.
+    """Run a kernel on its operands, through Pallas' Triton backend.
 
     Args:
         kernel: takes references to the operands and to the result.
@@ -44,3 +46,91 @@ def run(
     )
     with jax.enable_x64(False):  # numbers of rows are 32-bit
         return call(*operands)
+
+
+def run_hopper_stream(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cu_seqlens: jax.Array,
+    parts: tuple[int, int, int],
+    scale_log2: float,
+    max_seqlen: int,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention by the warp-specialized kernel, of arrays that `choose.tiles_fit` names.
+
+    Args:
+        q, k: [rows_of(tokens), parts, row], as rotate_kernel writes them, whatever the rows past
+            the last token hold; may be the same.
+        v: [tokens, parts, heads, head_dim], bf16 or fp16; copied where tokens are not by eights.
+        cu_seqlens: [segments + 1] int32.
+        parts: which of them q, k and v are.
+        scale_log2: scale times log2(e).
+        max_seqlen: what most segments' length is guessed to be.
+        interpret: in Pallas' interpreter.
+
+    Returns:
+        [tokens, heads, head_dim]
+    """
+    # Here, as not every version of JAX has it.
+    from jax.experimental.pallas import mosaic_gpu as mosaic
+
+    from pallas_kernels.kernels.hopper_softmax import uses_ping_pong
+    from pallas_kernels.kernels.hopper_stream import hopper_stream_kernel
+    from pallas_kernels.kernels.hopper_tiles import GROUPS, KEYS, ROWS, STAGES
+
+    tokens, _, heads, head_dim = v.shape
+    rows = rows_of(tokens)
+    if rows > tokens:
+        q_part, k_part, v_part = parts
+        v, parts = jnp.pad(v[:, v_part], ((0, rows - tokens), (0, 0), (0, 0))), (q_part, k_part, 0)
+    main_and_tail = head_split(head_dim)
+    split = [columns for columns in main_and_tail if columns > 0]
+    copies = len(split)
+    ping_pong = mosaic.Barrier(num_arrivals=1, num_barriers=GROUPS)
+    width = pl.cdiv(head_dim, COLUMN_UNIT) * COLUMN_UNIT
+    # Mosaic lays out a tile of columns by sixteens by eight rows, which have to divide the tokens.
+    piece = head_dim if rows == tokens else COLUMN_UNIT // 2
+    shared = functools.partial(mosaic.SMEM, dtype=v.dtype)
+    kernel = functools.partial(
+        hopper_stream_kernel,
+        parts=parts, scale_log2=scale_log2, max_seqlen=max_seqlen, heads=heads, head_dim=head_dim,
+        # Under shard_map, JAX maps no warps over arrays that vary over axes of a mesh.
+        by_one_warp=not varying_axes(q, k, v, cu_seqlens),
+    )  # fmt: skip
+    # Under shard_map the result varies over the mesh axes that any operand varies over, which the
+    # backend is not told of.
+    vary = vary_as(q, k, v, cu_seqlens)
+    call = mosaic.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((tokens, heads * head_dim), v.dtype),
+        scratch_types=(
+            tuple(shared((GROUPS, ROWS, columns)) for columns in split),
+            tuple(shared((STAGES, KEYS, columns)) for columns in split),
+            (shared((STAGES, KEYS, width)),),
+            shared((GROUPS, head_dim // piece, ROWS, piece)),
+            mosaic.SMEM((GROUPS, ROWS), jnp.int32),
+            mosaic.Barrier(num_arrivals=copies, num_barriers=GROUPS),
+            mosaic.Barrier(num_arrivals=copies, num_barriers=STAGES),
+            mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            mosaic.Barrier(num_arrivals=1, num_barriers=STAGES),
+            mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            mosaic.Barrier(num_arrivals=GROUPS),
+            mosaic.Barrier(num_arrivals=copies + 1, num_barriers=GROUPS),
+            ping_pong if uses_ping_pong(*main_and_tail) else None,
+            # The interpreter multiplies by nothing but shared memory.
+            shared((GROUPS, ROWS, KEYS)) if interpret else None,
+        ),
+        grid=(pl.cdiv(tokens, BLOCK) * heads,),
+        grid_names=("program",),
+        num_threads=GROUPS + 1,
+        thread_name="group",
+        # Exponentials by one instruction each.
+        compiler_params=mosaic.CompilerParams(approx_math=True),
+        interpret=mosaic.InterpretGPUParams() if interpret else None,
+        kernel_name=kernel.func.__name__,
+    )
+    with jax.enable_x64(False):  # numbers of rows are 32-bit
+        q, k, v = (x.reshape(rows, -1) for x in (q, k, v))  # which moves nothing
+        return vary(call(q, k, v, cu_seqlens).reshape(tokens, heads, head_dim))

@@ -92,11 +92,6 @@ class Row:
             and (self.max_rows is None or shape.rows <= self.max_rows)
         )
 
-    @property
-    def conditions(self) -> tuple[str | int | None, ...]:
-        """The shapes that the row is for: two rows of one device never share them."""
-        return (self.kernel, *(getattr(self, name) for name in _CONDITIONS))
-
     def to_json(self) -> dict[str, Any]:
         """The row as it stands in the file."""
         conditions = {name: getattr(self, name) for name in _CONDITIONS}
@@ -127,10 +122,7 @@ class Row:
             if name in ("block", "block_k", "num_warps") and value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}")
         # A window has to fit into its tile.
-        if (
-            values["kernel"] == "window"
-            and not values.get("max_length", 1 << 30) <= values["block"]
-        ):
+        if values["kernel"] == "window" and values.get("max_length", 1 << 30) > values["block"]:
             raise ValueError(f"a window's max_length must be given and at most block, in {values}")
         launch = Launch(**{name: values[name] for name in Launch._fields if name in values})
         return cls(values["kernel"], launch, *(values.get(name) for name in _CONDITIONS))

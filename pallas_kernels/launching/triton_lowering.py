@@ -20,7 +20,7 @@ from jax._src.pallas.triton import lowering
 from jax._src.pallas.triton.pallas_call_registration import pallas_call_lowering
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.launching.compile import local_gpu
+from pallas_kernels.launching.devices import local_gpu
 
 # Bytes of shared memory that PTX may declare; more has to be asked for at the launch.
 DECLARED_SHARED_MEMORY = 48 * 1024

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from flax_models.gated import Biases, gated_activation
-from pallas_kernels.launching.compile import compiling_by, local_gpu
+from pallas_kernels.launching.compile import compiling_by
+from pallas_kernels.launching.devices import local_gpu
 from tests.gated_contract import EPS, GatedContract, draw, oracle, relative_error
 from tests.pallas_kernels.launching.test_lowering import cuda_device
 

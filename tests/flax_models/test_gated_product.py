@@ -12,7 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as mosaic
 from flax_models import gated_product as gated_product_module
 from flax_models.gated import Biases
 from flax_models.gated_product import HAVE_MOSAIC, gated_product, in_one_kernel
-from pallas_kernels.launching.compile import compiling_by, local_gpu
+from pallas_kernels.launching.compile import compiling_by
+from pallas_kernels.launching.devices import local_gpu
 from pallas_kernels.launching.table import Gpu
 from tests.gated_contract import EPS, TOLERANCES, relative_error
 from tests.gated_product_contract import GatedProductContract, draw, oracle

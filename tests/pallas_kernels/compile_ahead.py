@@ -80,10 +80,10 @@ def main() -> None:
         from pallas_kernels.launching.compile import HAVE_MOSAIC
 
         for head_dim in HEAD_DIMS if HAVE_MOSAIC else ():
-            ptx = Path(directory) / "specialized"
+            ptx = Path(directory) / "mosaic"
             with printed_to(ptx):
-                compile_specialized(head_dim)
-            record = {"head_dim": head_dim, "kernel": "specialized_kernel"} | assemble(ptx)
+                compile_hopper_stream(head_dim)
+            record = {"head_dim": head_dim, "kernel": "hopper_stream_kernel"} | assemble(ptx)
             sys.stdout.write(json.dumps(record | {"loops": loops(ptx)}) + "\n")
             for other in Path(directory).glob("*.ptx"):
                 other.unlink()
@@ -115,7 +115,7 @@ def compile_call(head_dim: int, length: int, fuse: str) -> None:
         pallas_kernels.fused_rope_attention_qkvpacked,
         max_seqlen=length,
         fuse=fuse,
-        implementation="triton",
+        implementation="kernel",
     )
     with compiling_by("xla"):
         compile_for_gpu(jax.jit(attend), *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
@@ -136,14 +136,14 @@ def printed_to(path: Path) -> Iterator[None]:
         os.close(kept)
 
 
-def compile_specialized(head_dim: int) -> None:
-    """Have Mosaic compile the specialised kernel of one image."""
+def compile_hopper_stream(head_dim: int) -> None:
+    """Have Mosaic compile the warp-specialized kernel of one image."""
     import jax
 
-    from pallas_kernels.launching import hopper
+    from pallas_kernels.launching import choose
 
     described = (SimpleNamespace(compute_capability="9.0"),)
-    with mock.patch.object(hopper, "local_gpus", return_value=described):
+    with mock.patch.object(choose, "local_gpus", return_value=described):
         compile_call(head_dim, TOKENS, "none")
     jax.clear_caches()  # what was traced knows nothing of GPUs
 

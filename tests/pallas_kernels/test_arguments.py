@@ -21,7 +21,7 @@ class Arguments(JaxAdapter, ArgumentContract):
 
 
 class TestKernel(Arguments):
-    implementation = "triton"
+    implementation = "kernel"
 
 
 class TestReference(Arguments):
@@ -64,7 +64,7 @@ def test_padding_before_the_first_segment_is_no_segment():
     attend = functools.partial(
         pallas_kernels.fused_rope_attention_qkvpacked,
         cu_seqlens=case.cu_seqlens,
-        implementation="triton",
+        implementation="kernel",
     )
     assert "window_kernel" in str(jax.make_jaxpr(attend)(*case.packed[:-1]))
 
@@ -75,7 +75,7 @@ def test_scale_is_no_array():
         pallas_kernels.fused_rope_attention(*CASE.separate, max_seqlen=7, scale=scale)
 
 
-@pytest.mark.parametrize("implementation", ["auto", "triton", "reference"])
+@pytest.mark.parametrize("implementation", ["auto", "kernel", "reference"])
 def test_a_traced_cu_seqlens_needs_max_seqlen(implementation):
     attend = jax.jit(
         lambda *x: pallas_kernels.fused_rope_attention(*x, implementation=implementation)

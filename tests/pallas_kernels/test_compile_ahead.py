@@ -28,23 +28,23 @@ def compiled():
 
 
 @pytest.fixture(scope="module")
-def specialized(compiled):
+def warp_specialized(compiled):
     if not HAVE_MOSAIC:
         pytest.skip("the kernel is for JAX 0.11.2 and 0.12")
-    found = [r for r in compiled if r["kernel"] == "specialized_kernel"]
+    found = [r for r in compiled if r["kernel"] == "hopper_stream_kernel"]
     assert [r["head_dim"] for r in found] == list(HEAD_DIMS)
     return found
 
 
-def test_the_specialised_kernels_products_do_not_wait_for_each_other(specialized):
-    assert [r for r in specialized if r["serial"]] == []
+def test_the_warp_specialized_kernels_products_do_not_wait_for_each_other(warp_specialized):
+    assert [r for r in warp_specialized if r["serial"]] == []
 
 
-def test_the_specialised_kernels_loops_neither_zero_sums_nor_spill(specialized):
+def test_the_warp_specialized_kernels_loops_neither_zero_sums_nor_spill(warp_specialized):
     """Sums that are made behind the last barrier before their product start from nothing."""
-    if any(r["loops"] is None for r in specialized):
+    if any(r["loops"] is None for r in warp_specialized):
         pytest.skip("there is no nvdisasm")
-    for record in specialized:
+    for record in warp_specialized:
         # The last computes rows again, in few calls if any: it may spill.
         whole, partial, again = record["loops"]
         assert [loop["zeroing"] for loop in (whole, partial, again)] == [0, 0, 0]

@@ -6,7 +6,7 @@ from tests.pallas_kernels.adapter import JaxAdapter
 
 
 class TestKernel(JaxAdapter, KernelContract, LaunchContract):
-    implementation = "triton"
+    implementation = "kernel"
 
 
 class TestReference(JaxAdapter, KernelContract):

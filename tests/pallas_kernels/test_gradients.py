@@ -43,14 +43,14 @@ class JaxGradients(JaxAdapter):
 
 
 class TestKernel(JaxGradients, GradientContract):
-    implementation = "triton"
+    implementation = "kernel"
 
 
 class TestReference(JaxGradients, GradientContract, LongGradientContract):
     implementation = "reference"
 
 
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
 def test_forward_mode_is_refused(implementation):
     *arguments, cu_seqlens = map(jnp.asarray, make_case([5], head_dim=16).packed)
     attend = public_function(True, {"implementation": implementation, "max_seqlen": 8})

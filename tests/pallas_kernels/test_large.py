@@ -20,7 +20,7 @@ def attention(max_seqlen, fuse="auto"):
             pallas_kernels.fused_rope_attention_qkvpacked,
             max_seqlen=max_seqlen,
             fuse=fuse,
-            implementation="triton",
+            implementation="kernel",
         )
     )
 

@@ -63,7 +63,7 @@ def outside(monkeypatch):
 
 
 def attention(fuse, max_seqlen):
-    options = {"fuse": fuse, "max_seqlen": max_seqlen, "implementation": "triton"}
+    options = {"fuse": fuse, "max_seqlen": max_seqlen, "implementation": "kernel"}
     return jax.jit(public_function(False, options))
 
 

@@ -43,7 +43,7 @@ def results(arguments, packed, implementation):
     return jax.tree.leaves(jax.jit(jax.grad(loss, argnums, True))(cu_seqlens, *differentiable))
 
 
-for packed, implementation, heads in ((True, "triton", ("a", "b")), (False, "auto", "b")):
+for packed, implementation, heads in ((True, "kernel", ("a", "b")), (False, "auto", "b")):
     arguments = case.packed if packed else case.separate
     expected = results(arguments, packed, implementation)
     by_heads = PartitionSpec(None, *[None] * packed, heads)

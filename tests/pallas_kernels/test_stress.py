@@ -5,7 +5,7 @@ from tests.pallas_kernels.adapter import JaxAdapter
 
 
 class TestKernel(JaxAdapter, StressContract):
-    implementation = "triton"
+    implementation = "kernel"
 
 
 class TestReference(JaxAdapter, StressContract):

@@ -11,13 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import pallas_kernels
-from pallas_kernels import attention as attention_module
-from pallas_kernels.launching import compile as compile_module
-from pallas_kernels.launching.compile import local_gpus
+from pallas_kernels.launching import devices
 from tests.kernel_cases import assert_accurate, assert_same_bits, make_case
 from tests.kernel_contract import STREAM, WINDOW, cut
 
-implementations = pytest.mark.parametrize("implementation", ["triton", "reference"])
+implementations = pytest.mark.parametrize("implementation", ["kernel", "reference"])
 
 
 def attention(implementation, max_seqlen):
@@ -30,19 +28,20 @@ def attention(implementation, max_seqlen):
 
 def use_the_interpreter():
     """From its first use on, JAX's interpreter is among what programs are told apart by."""
-    jax.jit(attention("triton", WINDOW))(*map(jnp.asarray, make_case((5,)).packed))
+    jax.jit(attention("kernel", WINDOW))(*map(jnp.asarray, make_case((5,)).packed))
 
 
 @implementations
-def test_one_compilation_serves_every_cut_into_segments(implementation):
+def test_one_compilation_serves_every_cut_into_segments(implementation, compilations):
     use_the_interpreter()
-    attend = jax.jit(attention(implementation, WINDOW))
+    attend, programs = jax.jit(attention(implementation, WINDOW)), []
     for cu_seqlens in ((0, 16, 32, 32), (3, 3, 30, 40), (0, 0, 0, 0)):
         case = cut(cu_seqlens, tokens=40, head_dim=16)
         result = np.array(attend(*map(jnp.asarray, case.packed)))
+        programs.append(compilations.copy())
         if not case.padding.all():
             assert_accurate(result, case)
-    assert attend._cache_size() == 1
+    assert programs[0] == programs[-1]
 
 
 @implementations
@@ -53,6 +52,14 @@ def test_calls_outside_of_jit_compile_once(implementation, compilations):
     first = attend(*arguments)
     compilations.clear()
     assert_same_bits(np.array(attend(*arguments)), np.array(first))
+    assert not compilations
+
+
+def test_triton_is_another_word_for_the_kernel(compilations):
+    arguments = [jnp.asarray(x) for x in make_case((5, 11), head_dim=24).packed]
+    kernel = attention("kernel", 16)(*arguments)
+    compilations.clear()
+    assert_same_bits(np.array(attention("triton", 16)(*arguments)), np.array(kernel))
     assert not compilations
 
 
@@ -69,7 +76,7 @@ def test_lengths_that_are_read_are_compiled_for_by_powers_of_two(compilations):
 
 def test_auto_is_a_kernel_where_there_is_a_gpu_and_else_the_reference():
     case = make_case((5, 9), head_dim=16)
-    expected = "triton" if jax.default_backend() == "gpu" else "reference"
+    expected = "kernel" if jax.default_backend() == "gpu" else "reference"
     results = [
         np.array(jax.jit(attention(implementation, 16))(*map(jnp.asarray, case.packed)))
         for implementation in ("auto", expected)
@@ -90,14 +97,13 @@ def test_another_vendors_gpu_is_left_to_the_reference(monkeypatch):
     expected = np.array(attention("auto", 16)(*map(jnp.asarray, case.packed)))
     jax.clear_caches()
     monkeypatch.setattr(jax, "local_devices", beside_an_amd_gpu)
-    for module in (attention_module, compile_module):
-        monkeypatch.setattr(module, "local_gpus", local_gpus.__wrapped__)
+    monkeypatch.setattr(devices, "local_gpus", devices.local_gpus.__wrapped__)
     assert_same_bits(np.array(attention("auto", 16)(*map(jnp.asarray, case.packed))), expected)
 
 
 @pytest.mark.parametrize(
     ("implementation", "max_seqlen"),
-    [("triton", WINDOW), ("triton", STREAM), ("reference", WINDOW)],
+    [("kernel", WINDOW), ("kernel", STREAM), ("reference", WINDOW)],
 )
 def test_vmap_is_the_calls_one_after_the_other(implementation, max_seqlen):
     attend = attention(implementation, max_seqlen)
@@ -115,7 +121,7 @@ def test_vmap_is_the_calls_one_after_the_other(implementation, max_seqlen):
 
 
 def test_vmap_of_a_gradient():
-    attend = attention("triton", STREAM)
+    attend = attention("kernel", STREAM)
     case = make_case((5, 9), head_dim=16, dtype="float32")
     qkv, *rest = map(jnp.asarray, case.packed)
     gradient = jax.grad(lambda qkv: (attend(qkv, *rest) ** 2).sum())
@@ -128,7 +134,7 @@ def test_vmap_of_a_gradient():
 def test_inside_a_scan_and_under_remat():
     case = make_case((5, 9), head_dim=16, dtype="float32")
     qkv, *rest = map(jnp.asarray, case.packed)
-    attend = attention("triton", WINDOW)
+    attend = attention("kernel", WINDOW)
 
     @jax.checkpoint
     def layer(qkv, _):

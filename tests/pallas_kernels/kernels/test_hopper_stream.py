@@ -1,4 +1,4 @@
-"""The specialised kernel by itself: in the interpreter, and lowered for CUDA."""
+"""The warp-specialized kernel by itself: in the interpreter, and lowered for CUDA."""
 
 import functools
 import itertools
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
-from pallas_kernels.attention import LOG2_E
-from pallas_kernels.launching.choose import head_split, rotated_row
+from pallas_kernels.launching import launch
+from pallas_kernels.launching.choose import head_split, rotated_row, rows_of, tiles_fit
 from pallas_kernels.launching.compile import HAVE_MOSAIC
-from pallas_kernels.launching.hopper import fits, rows_of
+from pallas_kernels.launching.plan import LOG2_E
 from tests.kernel_cases import RELATIVE_RMS
 from tests.pallas_kernels.launching.test_lowering import cuda_device
 
@@ -47,13 +47,11 @@ def rotated(qkv):
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def run(q_k, v, cu_seqlens, scale, interpret):
-    # Imported where it is called, as for versions of JAX that it is not for.
-    from pallas_kernels.launching.hopper_launch import specialized_attention
-
     q, k = q_k if isinstance(q_k, tuple) else (q_k, q_k)
     parts = (0, 0, 0) if isinstance(q_k, tuple) else (0, 1, 2)
     longest = min(v.shape[0], 128)  # a guess that is right in some tests
-    return specialized_attention(q, k, v, cu_seqlens, parts, scale * LOG2_E, longest, interpret)
+    scale_log2 = scale * LOG2_E
+    return launch.run_hopper_stream(q, k, v, cu_seqlens, parts, scale_log2, longest, interpret)
 
 
 def attend(qkv, cu_seqlens, scale=None):
@@ -210,12 +208,10 @@ def test_the_same_bits_of_arrays_apart_and_at_another_place(monkeypatch):
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_four_warps_load_what_one_does(monkeypatch, head_dim):
     """As they do for arrays that vary over a mesh."""
-    from pallas_kernels.launching import hopper_launch
-
     qkv, cu_seqlens = draw(264, 1, head_dim), [3, 67, 264]
     qkv[100, 0] *= 4000  # a misfit
     expected = attend(qkv, cu_seqlens)
-    monkeypatch.setattr(hopper_launch, "varying_axes", lambda *_: {"x"})
+    monkeypatch.setattr(launch, "varying_axes", lambda *_: {"x"})
     jax.clear_caches()
     np.testing.assert_array_equal(check(qkv, cu_seqlens), expected)
     jax.clear_caches()
@@ -251,7 +247,7 @@ def lower(tokens, heads, head_dim, dtype="bfloat16", packed=True):
 @pytest.mark.parametrize("tokens", [128, 136, 9213, 9216])
 def test_what_fits_lowers_for_a_gpu(tokens, head_dim):
     heads = 15 if head_dim % 16 == 0 else 14
-    assert fits(tokens, heads, head_dim)
+    assert tiles_fit(tokens, heads, head_dim)
     assert lower(tokens, heads, head_dim).count("@mosaic_gpu_v2") == 1
 
 

@@ -1,4 +1,4 @@
-"""When the specialised kernel is taken; what it computes is in test_specialized_kernel.py."""
+"""When the warp-specialized kernel is taken; what it computes is in test_hopper_stream.py."""
 
 from types import SimpleNamespace
 
@@ -9,16 +9,16 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import pallas_kernels
-from pallas_kernels.launching import choose, hopper
+from pallas_kernels.launching import choose
 from pallas_kernels.launching.compile import HAVE_MOSAIC
-from pallas_kernels.launching.hopper import fits, is_specialized
+from pallas_kernels.launching.table import Table
 from tests.kernel_cases import assert_accurate, make_case
 
 SHAPE = {"dtype": jnp.bfloat16, "head_dim": 80, "max_seqlen": 9216, "tokens": 9216, "heads": 16}
 
 
 def takes(**changes):
-    return is_specialized(**SHAPE | changes)
+    return choose.is_warp_specialized(**SHAPE | changes)
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def on(monkeypatch):
 
     def put(*capabilities):
         gpus = tuple(SimpleNamespace(compute_capability=c) for c in capabilities)
-        monkeypatch.setattr(hopper, "local_gpus", lambda: gpus)
-        monkeypatch.setattr(hopper, "HAVE_MOSAIC", True)
+        monkeypatch.setattr(choose, "local_gpus", lambda: gpus)
+        monkeypatch.setattr(choose, "HAVE_MOSAIC", True)
 
     return put
 
@@ -75,7 +75,7 @@ def test_nor_do_other_gpus(on, capabilities):
 
 def test_launches_of_a_table_may_be_without_it(on):
     on("9.0")
-    with choose.launching_by(choose._PACKAGED, specialized=False):
+    with choose.launching_by(Table.read(choose.TABLE_FILE), warp_specialized=False):
         assert not takes()
     assert takes()
 
@@ -88,11 +88,11 @@ def test_launches_of_a_table_may_be_without_it(on):
     ],
 )  # fmt: skip
 def test_what_fits(tokens, heads, head_dim, fit):
-    assert fits(tokens, heads, head_dim) == fit
+    assert choose.tiles_fit(tokens, heads, head_dim) == fit
 
 
 @pytest.mark.skipif(not HAVE_MOSAIC, reason="the kernel is for JAX 0.11.2 and 0.12")
-@pytest.mark.parametrize("implementation", ["auto", "triton"])
+@pytest.mark.parametrize("implementation", ["auto", "kernel"])
 def test_under_shard_map_its_result_varies_as_the_reference_s_does(on, implementation):
     on("9.0")
     heads, everywhere = PartitionSpec(None, None, "x"), PartitionSpec()
@@ -110,7 +110,7 @@ def test_under_shard_map_its_result_varies_as_the_reference_s_does(on, implement
     angles = jax.ShapeDtypeStruct((9216, 40), jnp.float32)
     qkv = jax.ShapeDtypeStruct((9216, 3, 32, 80), jnp.bfloat16)
     traced = jax.make_jaxpr(split)(qkv, angles, angles, jax.ShapeDtypeStruct((2,), jnp.int32))
-    assert "specialized_kernel" in str(traced)
+    assert "hopper_stream_kernel" in str(traced)
     assert traced.out_avals[0].shape == (9216, 32, 80)
 
 
@@ -122,9 +122,9 @@ def test_under_shard_map_its_result_varies_as_the_reference_s_does(on, implement
 def test_the_public_functions_launch_it(monkeypatch, last, head_dim, rotary_dim, packed):
     if jax.local_devices()[0].compute_capability != "9.0":
         pytest.skip("needs a GPU of compute capability 9.0")
-    monkeypatch.setattr(hopper, "_MULTIPROCESSORS", 1)  # waves are full
+    monkeypatch.setattr(choose, "_MULTIPROCESSORS", 1)  # waves are full
     name = "fused_rope_attention_qkvpacked" if packed else "fused_rope_attention"
-    monkeypatch.setattr(hopper, "_SHORTEST_COPIED", 1)
+    monkeypatch.setattr(choose, "_SHORTEST_COPIED", 1)
     case = make_case((1100, 3, last), head_dim=head_dim, rotary_dim=rotary_dim)
     arguments = [jnp.asarray(x) for x in (case.packed if packed else case.separate)]
 

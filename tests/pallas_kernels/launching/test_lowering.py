@@ -63,7 +63,7 @@ def lower(
     else:
         function = pallas_kernels.fused_rope_attention
         qkv = (jax.ShapeDtypeStruct((tokens, heads, head_dim), dtype),) * 3
-    function = jax.jit(functools.partial(function, **{"implementation": "triton"} | options))
+    function = jax.jit(functools.partial(function, **{"implementation": "kernel"} | options))
     with cuda_device():
         traced = function.trace(*qkv, angles, angles, cu_seqlens)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -123,7 +123,7 @@ def test_products_are_the_kernels_own_choice(max_seqlen, precision):
     attend = functools.partial(
         pallas_kernels.fused_rope_attention_qkvpacked,
         max_seqlen=max_seqlen,
-        implementation="triton",
+        implementation="kernel",
     )
     shapes = ((TOKENS, 3, HEADS, 80), jnp.bfloat16), ((TOKENS, 40), jnp.float32)
     qkv, angles = (jax.ShapeDtypeStruct(*shape) for shape in shapes)

@@ -1,0 +1,122 @@
+"""All launches of a call: first rotations, if any, then attention."""
+
+import functools
+
+import jax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.kernels.rotate import rotate_kernel
+from pallas_kernels.kernels.softmax import is_online
+from pallas_kernels.kernels.stream import hoists, stream_kernel
+from pallas_kernels.kernels.window import window_kernel
+from pallas_kernels.launching.choose import (
+    find_launch,
+    head_split,
+    is_warp_specialized,
+    rotated_row,
+    rows_of,
+    window_limit,
+)
+from pallas_kernels.launching.launch import run, run_hopper_stream
+
+LOG2_E = 1.4426950408889634
+
+
+def operands(qkv: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], tuple[int, int, int]]:
+    """The arrays that hold q, k and v, and the part of each that does.
+
+    qkv is one packed [tokens, 3, heads, head_dim], or q, k, v [tokens, 1, heads, head_dim].
+    """
+    return (qkv * 3, (0, 1, 2)) if len(qkv) == 1 else (qkv, (0, 0, 0))
+
+
+def attend(
+    qkv: tuple[jax.Array, ...],
+    cos: jax.Array,
+    sin: jax.Array,
+    cu_seqlens: jax.Array,
+    *,
+    max_seqlen: int,
+    scale: float,
+    fuse: str,
+    interpret: bool,
+) -> jax.Array:
+    """The operation on the GPU.
+
+    Args:
+        qkv: as `operands` takes it.
+        cos, sin, cu_seqlens, max_seqlen, scale: as in fused_rope_attention.
+        fuse: "qk", "q" or "none".
+        interpret: in Pallas' interpreter.
+
+    Returns:
+        [tokens, heads, head_dim]
+    """
+    (q, k, v), (q_part, k_part, v_part) = operands(qkv)
+    tokens, _, heads, head_dim = v.shape
+    shape = v.dtype, head_dim, max_seqlen, tokens, heads
+    warp_specialized = fuse == "none" and not interpret and is_warp_specialized(*shape)
+    rows = rows_of(tokens) if warp_specialized else tokens
+    rotated = functools.partial(_rotation, cos=cos, sin=sin, rows=rows, interpret=interpret)
+    if fuse == "none" and len(qkv) == 1:
+        q = k = rotated(q, q_part, 2)
+        q_part, k_part = 0, 1
+    else:
+        if fuse == "none":
+            q, q_part = rotated(q, q_part, 1), 0
+        if fuse != "qk":
+            k, k_part = rotated(k, k_part, 1), 0
+    parts, scale_log2 = (q_part, k_part, v_part), scale * LOG2_E
+    if warp_specialized:
+        return run_hopper_stream(q, k, v, cu_seqlens, parts, scale_log2, min(max_seqlen, tokens))
+    read = q, k, v, cos, sin, cu_seqlens
+    return _attention(read, parts, scale_log2, max_seqlen, fuse, interpret)
+
+
+def _rotation(
+    x: jax.Array, first_part: int, parts: int,
+    cos: jax.Array, sin: jax.Array, rows: int, interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """So many parts of x rotated, [rows, parts, row] as the attention kernels read them."""
+    tokens, _, heads, head_dim = x.shape
+    launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads)
+    main, tail = head_split(head_dim)
+    blocks = {"block": launch.block, "group": launch.block_k}
+    kernel = functools.partial(rotate_kernel, first_part=first_part, main=main, tail=tail, **blocks)
+    programs = pl.cdiv(tokens, launch.block) * parts * pl.cdiv(heads, launch.block_k)
+    shape = (rows, parts, rotated_row(heads, head_dim))
+    return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))
+
+
+def _attention(
+    read: tuple[jax.Array, ...],
+    parts: tuple[int, int, int],
+    scale_log2: float,
+    max_seqlen: int,
+    fuse: str,
+    interpret: bool,
+) -> jax.Array:
+    """Attention that reads (q, k, v, cos, sin, cu_seqlens), of the first three one part each.
+
+    fuse: "qk", or what is rotated already, K ("q") or both.
+    """
+    _, _, v, _, _, cu_seqlens = read
+    tokens, _, heads, head_dim = v.shape
+    segments = cu_seqlens.shape[0] - 1
+    shape = v.dtype, head_dim, max_seqlen, tokens * heads
+    if max_seqlen <= window_limit(v.dtype, head_dim):
+        launch = find_launch("window", *shape)
+        kernel, programs, blocks = window_kernel, segments * heads, {}
+    else:
+        launch = find_launch("rotating_stream" if fuse == "qk" else "stream", *shape)
+        kernel, programs = stream_kernel, pl.cdiv(tokens, launch.block) * heads
+        online = is_online(v.dtype, head_dim, max_seqlen)
+        blocks = {"online": online, "block_k": launch.block_k}
+    main, tail = head_split(head_dim)
+    kernel = functools.partial(
+        kernel, parts=parts, scale_log2=scale_log2, main=main, tail=tail, block=launch.block,
+        rotate_q=fuse != "none", rotate_k=fuse == "qk", interpreted=interpret, **blocks,
+    )  # fmt: skip
+    shape = (tokens, 1, heads, head_dim)
+    disable_licm = not hoists(head_dim, v.dtype)
+    return run(kernel, programs, shape, v.dtype, launch, interpret, read, disable_licm)[:, 0]
