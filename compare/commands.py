@@ -117,7 +117,7 @@ def run_integration(options: Namespace) -> int:
 def run_trust(options: Namespace) -> int:
     """Put kernels and towers under stress."""
     file = _result_file(options.part, options.json, options.results)
-    from compare.stress.stress import check_trust
+    from compare.stress.checks import check_trust
 
     records = check_trust(options.seconds)
     file.save(records)

@@ -7,13 +7,13 @@ import torch
 
 from compare.agreement.expected import Yardstick
 from compare.agreement.metrics import equal_share, max_abs_error, relative_rms_error, twin_verdict
-from compare.bench.warm_up import warm_up
 from compare.common.console import number, print_table, progress
 from compare.common.environment import has_gpu
 from compare.common.errors import UnavailableError, one_line
 from compare.common.result_files import Record
 from compare.implementations import kernels
 from compare.implementations.kernels import FUSE, KernelImplementation
+from compare.implementations.warm_up import warm_up
 from compare.workloads.arrays import from_jax, jax_arguments, poison, torch_arguments
 from compare.workloads.kernels import (
     KERNEL_WORKLOADS,

@@ -22,39 +22,9 @@ from compare.implementations.towers import (
     our_towers,
 )
 from compare.workloads import photographs
-from compare.workloads.towers import TOWERS
+from compare.workloads.towers import SMALL_TOWERS, TOWERS
 from flax_models import VisionConfig
 
-# As the real towers are built, small enough for a CPU: two heads of their head_dim, windows and
-# frames where there are both, DeepStack features of a block in the middle.
-SMALL_TOWERS = {
-    "tower": VisionConfig(
-        depth=4,
-        hidden_size=160,
-        num_heads=2,
-        intermediate_size=342,
-        out_hidden_size=192,
-        fullatt_block_indexes=(1, 3),
-    ),
-    "qwen2-tower": VisionConfig.of(
-        "qwen2_vl",
-        depth=4,
-        hidden_size=160,
-        num_heads=2,
-        intermediate_size=640,
-        out_hidden_size=192,
-    ),
-    "qwen3-tower": VisionConfig.of(
-        "qwen3_vl",
-        depth=4,
-        hidden_size=144,
-        num_heads=2,
-        intermediate_size=538,
-        out_hidden_size=192,
-        num_position_embeddings=144,
-        deepstack_visual_indexes=(1,),
-    ),
-}
 Inputs = tuple[np.ndarray, np.ndarray]  # pixel_values, grid_thw
 _SMALL_WIDTH = 252  # pixels of the first photograph where the tower is small
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from compare.bench import ceilings as ceilings_module
 from compare.bench.ceilings import Ceilings
+from compare.bench.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.bench.kernel_timing import QUICK, measure_all
-from compare.bench.warm_up import draw_inputs, warm_up
 from compare.common.console import print_missing, print_table, progress, say
 from compare.common.environment import has_gpu
 from compare.common.result_files import Record
 from compare.implementations import kernels
 from compare.implementations.kernels import FUSE, KernelImplementation
-from compare.report.fusion_table import best_table, cells_of, times_table, verdict_line
+from compare.implementations.warm_up import draw_inputs, warm_up
 from compare.workloads.kernels import DTYPES, SEGMENT_FRAMES, KernelWorkload, segments, variant
 
 # For each way of fusing, the twins.

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from compare.bench import ceilings as ceilings_module
 from compare.bench.ceilings import Ceilings
 from compare.bench.kernel_timing import measure_all
-from compare.bench.warm_up import warm_up
 from compare.common.console import number, print_missing, print_table, say
 from compare.common.errors import one_line
 from compare.common.result_files import Record
 from compare.implementations import kernels
 from compare.implementations.kernels import KernelImplementation
+from compare.implementations.warm_up import warm_up
 from compare.workloads.kernels import KernelWorkload
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from compare.bench.kernel_timing import QUICK, measure_all
 from compare.bench.tuning_cases import Case
-from compare.bench.warm_up import draw_inputs, warm_up
 from compare.common.console import number, print_missing, print_table, progress
 from compare.common.result_files import Record
 from compare.implementations.kernels import KernelCall, KernelImplementation, require_jax_gpu
+from compare.implementations.warm_up import draw_inputs, warm_up
 from compare.workloads.kernels import KernelWorkload
 
 # What is in the table stays unless another launch is faster by more than this: tuning twice gives

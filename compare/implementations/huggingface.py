@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compare.common.errors import UnavailableError
-from compare.implementations.varlen import load_varlen
+from compare.torch_tower.varlen import load_varlen
 from compare.workloads.arrays import torch_device
 from flax_models import VisionConfig
 

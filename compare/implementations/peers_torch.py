@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compare.common.errors import UnavailableError
 from compare.implementations.kernels import KernelCall, KernelImplementation
-from compare.implementations.varlen import VarlenAttention, load_varlen
+from compare.torch_tower.varlen import VarlenAttention, load_varlen
 from compare.workloads.kernels import KernelWorkload
 
 # (qkv, cos, sin) -> q and k rotated, each [tokens, heads, head_dim]

@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
+from compare.bench.fusion_table import Cell
 from compare.common.console import number
 from compare.common.result_files import Results, write_text
-from compare.report.fusion_table import Cell
 from compare.report.grouping import OURS, RecordDict, ranking, size, timed
 
 _PANELS_SIDE_BY_SIDE = 7

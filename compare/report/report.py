@@ -4,12 +4,12 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from compare.bench.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.common import result_files
 from compare.common.errors import InputError, UnavailableError
 from compare.common.result_files import Results
 from compare.report import markdown
 from compare.report.check_tables import agreement_line, layer_table, trust_line, trust_table
-from compare.report.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.report.grouping import RecordDict, families, layer_families, ranking
 from compare.report.summary import glance_table
 from compare.report.timing_tables import (

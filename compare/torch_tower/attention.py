@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compare.common.errors import one_line
-from compare.implementations.varlen import VarlenAttention, load_varlen
+from compare.torch_tower.varlen import VarlenAttention, load_varlen
 from flax_models import Layout, VisionConfig
 from flax_models.common.layout import inverse_frequencies
 from triton_kernels import fused_rope_attention_qkvpacked

@@ -104,6 +104,37 @@ TOWERS = {
     "qwen3-tower": VisionConfig.qwen3_vl_8b(),
 }
 
+# As the real towers are built, small enough for a CPU: two heads of their head_dim, windows and
+# frames where there are both, DeepStack features of a block in the middle.
+SMALL_TOWERS = {
+    "tower": VisionConfig(
+        depth=4,
+        hidden_size=160,
+        num_heads=2,
+        intermediate_size=342,
+        out_hidden_size=192,
+        fullatt_block_indexes=(1, 3),
+    ),
+    "qwen2-tower": VisionConfig.of(
+        "qwen2_vl",
+        depth=4,
+        hidden_size=160,
+        num_heads=2,
+        intermediate_size=640,
+        out_hidden_size=192,
+    ),
+    "qwen3-tower": VisionConfig.of(
+        "qwen3_vl",
+        depth=4,
+        hidden_size=144,
+        num_heads=2,
+        intermediate_size=538,
+        out_hidden_size=192,
+        num_position_embeddings=144,
+        deepstack_visual_indexes=(1,),
+    ),
+}
+
 TOWER_WORKLOADS = {
     workload.name: workload
     for tower, config in TOWERS.items()

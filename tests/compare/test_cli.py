@@ -197,13 +197,13 @@ def test_a_run_on_some_workloads_leaves_the_whole_runs_file_alone(
 def test_stress_writes_its_file_and_says_what_it_found(
     monkeypatch, findings, status, tmp_path, capsys
 ):
-    from compare.stress import stress
+    from compare.stress import checks
 
     def check_trust(seconds):
         assert seconds == 7.5
-        return [stress._record("place", "triton", "moved", 9, ["differs"] * findings)]
+        return [checks._record("place", "triton", "moved", 9, ["differs"] * findings)]
 
-    monkeypatch.setattr(stress, "check_trust", check_trust)
+    monkeypatch.setattr(checks, "check_trust", check_trust)
     path = tmp_path / "trust.json"
     assert cli.main(["trust", "--seconds", "7.5", "--json", str(path)]) == status
     assert result_files.read(path).records[0]["cases"] == 9

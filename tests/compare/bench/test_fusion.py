@@ -9,8 +9,8 @@ pytest.importorskip("jax")
 
 from compare.agreement.oracle import unfused
 from compare.bench import fusion
+from compare.bench.fusion_table import Cell, best_table, cells_of, times_table, verdict_line
 from compare.implementations.kernels import KernelImplementation, pallas
-from compare.report.fusion_table import Cell, best_table, cells_of, times_table, verdict_line
 from compare.workloads.kernels import KernelWorkload, variant
 from tests.compare.clocks import stand_in_clocks
 

@@ -15,11 +15,11 @@ from compare.agreement import towers as tower_agreement
 from compare.agreement.metrics import relative_rms_error
 from compare.agreement.towers import check_towers
 from compare.common.errors import UnavailableError
-from compare.implementations import huggingface, towers, varlen
+from compare.implementations import huggingface, towers
 from compare.implementations.towers import HuggingFaceTower, TowerImplementation
 from flax_models import ImageConfig, preprocess
 from flax_models.common.checkpoint import read_checkpoint
-from tests.compare.implementations.test_peers import naive_varlen
+from tests.compare.naive import naive_varlen
 from tests.compare.small_towers import CONFIG, QWEN3, TOWERS, failing_once, implementation
 
 
@@ -139,7 +139,7 @@ def test_varlen_attention_reaches_hugging_faces_tower(monkeypatch, config, check
         calls.append(max_seqlen)
         return naive_varlen(q, k, v, cu_seqlens, max_seqlen)
 
-    monkeypatch.setattr(varlen, "_torch_fa2", lambda: naive)
+    monkeypatch.setattr(huggingface, "load_varlen", lambda name: naive)
     results = []
     for attention in ("SDPA", "FA2"):
         tower = HuggingFaceTower(huggingface.load(checkpoint, torch.float32, attention))

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from compare.implementations import huggingface
 from compare.implementations.towers import our_towers
 from compare.report.check_tables import trust_table
-from compare.stress import guards, stress
+from compare.stress import checks, guards
 from compare.stress import inputs as trust_inputs
 from compare.stress import server as trust_server
 from compare.stress.server import Traffic
@@ -28,7 +28,7 @@ from tests.tower_checkpoints import write_checkpoint
 from triton_kernels import fused_rope_attention_qkvpacked
 
 SIZES = dataclasses.replace(trust_inputs.ON_CPU, hostile=12)
-CHECKS = {check.name: check for check in stress.CHECKS}
+CHECKS = {check.name: check for check in checks.CHECKS}
 
 
 class Right(Subject):
@@ -55,7 +55,7 @@ class Wrong(Right):
 
 
 def findings(name, subject):
-    record = stress._kernel_record(CHECKS[name], subject, SIZES)
+    record = checks._kernel_record(CHECKS[name], subject, SIZES)
     assert record.passed == (record.details["findings"] == 0)
     return record
 
@@ -302,10 +302,10 @@ def test_a_tower_that_compiles_at_every_call_is_found(tmp_path):
 
 
 def test_the_table_tells_cases_and_findings():
-    good = stress._record("hostile", "triton", "anything", 1234, [])
-    bad = stress._record("hostile", "pallas", "anything", 10, ["row 3 is NaN", "another"])
-    empty = stress._record("place", "triton", "moved", 0, [])
-    server = stress._record(
+    good = checks._record("hostile", "triton", "anything", 1234, [])
+    bad = checks._record("hostile", "pallas", "anything", 10, ["row 3 is NaN", "another"])
+    empty = checks._record("place", "triton", "moved", 0, [])
+    server = checks._record(
         "server", "torch", "calls", 9, [], host_growth_mib=3.2, device_growth_mib=-0.1
     )
     assert [good.passed, bad.passed, empty.passed] == [True, False, False]
@@ -323,7 +323,7 @@ def test_without_a_checkpoint_for_the_towers_what_kernels_did_is_kept(monkeypatc
     monkeypatch.setattr(huggingface, "random_checkpoint", fail)
     monkeypatch.setattr(trust_inputs, "ON_CPU", SIZES)
     monkeypatch.setattr(trust_inputs, "ON_GPU", SIZES)
-    records = stress.check_trust(
+    records = checks.check_trust(
         seconds=1, checks=[CHECKS["place"]], subjects=[Right()], towers=our_towers()[:1]
     )
     assert [record.passed for record in records] == [True, False]
@@ -340,6 +340,6 @@ def test_our_kernels_and_towers_endure(monkeypatch):
     )  # fmt: skip
     monkeypatch.setattr(trust_inputs, "ON_GPU", sizes)
     monkeypatch.setattr(trust_server, "ON_GPU", Traffic(200, 8, 10, 1, 16))
-    records = stress.check_trust(seconds=10)
-    assert len(records) == 2 * len(stress.CHECKS) + 2
+    records = checks.check_trust(seconds=10)
+    assert len(records) == 2 * len(checks.CHECKS) + 2
     assert [record for record in records if not record.passed] == []

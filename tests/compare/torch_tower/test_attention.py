@@ -14,7 +14,7 @@ from compare.torch_tower import attention  # noqa: E402
 from compare.torch_tower.device import find_device  # noqa: E402
 from compare.torch_tower.inputs import layout_tensors  # noqa: E402
 from compare.torch_tower.tower import encode, load_vision_tower  # noqa: E402
-from tests.compare.implementations.test_peers import naive_varlen  # noqa: E402
+from tests.compare.naive import naive_varlen  # noqa: E402
 from tests.frame_attention_contract import CLIPS, FrameAttentionContract  # noqa: E402
 from tests.tower_checkpoints import GRIDS  # noqa: E402
 from tests.tower_contract import FP32_TOLERANCE, relative_error  # noqa: E402

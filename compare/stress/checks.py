@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from compare.agreement.towers import SMALL_TOWERS
 from compare.common.console import print_table, progress
 from compare.common.environment import has_gpu
 from compare.common.errors import one_line
@@ -18,6 +17,7 @@ from compare.stress.inputs import Sizes
 from compare.stress.kernels import Findings
 from compare.stress.server import Traffic
 from compare.stress.subjects import SUBJECTS, Subject
+from compare.workloads.towers import SMALL_TOWERS
 from flax_models import VisionConfig
 
 # The 7B tower's sizes, a few layers of it: a server's life is about calls, not about depth.
