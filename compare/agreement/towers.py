@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,8 +14,8 @@ from compare.common.result_files import Record
 from compare.implementations import huggingface
 from compare.implementations.towers import (
     Directory,
-    HuggingFaceTower,
     TowerImplementation,
+    exact_tower,
     free_memory,
     hugging_face_sdpa,
     our_towers,
@@ -66,12 +65,12 @@ def check_towers(
 def _check_family(
     workload: str, config: VisionConfig, inputs: Inputs, towers: Sequence[TowerImplementation]
 ) -> list[Record]:
-    yardstick = hugging_face_sdpa()
+    baseline = hugging_face_sdpa()
     with tempfile.TemporaryDirectory() as directory:
         huggingface.random_checkpoint(directory, config)
         exact = _exact_states(directory, inputs)
-        limits = _errors(yardstick, directory, inputs, exact)
-        records = _records(workload, yardstick, limits)
+        limits = _errors(baseline, directory, inputs, exact)
+        records = _records(workload, baseline, limits)
         for tower in progress(towers, "tower agreement"):
             try:
                 errors = _errors(tower, directory, inputs, exact)
@@ -79,21 +78,14 @@ def _check_family(
                 failed = Record(workload, tower.name, passed=False, note=one_line(error))
                 records.append(failed)
                 continue
-            verdicts = map(tower_verdict, errors, limits)
-            records += [
-                replace(record, error_limit=verdict.limit, passed=verdict.passed)
-                for record, verdict in zip(_records(workload, tower, errors), verdicts, strict=True)
-            ]
+            judged = zip(_records(workload, tower, errors), errors, limits, strict=True)
+            records += [record.judged(tower_verdict(*held)) for record, *held in judged]
     return records
 
 
 def _exact_states(directory: Directory, inputs: Inputs) -> list[torch.Tensor]:
-    with huggingface.true_fp32():
-        tower = HuggingFaceTower(huggingface.load(directory, torch.float32))
-        states = list(tower.states(*tower.put(*inputs)))
-    del tower
-    free_memory()
-    return states
+    with exact_tower(directory) as tower:
+        return list(tower.states(*tower.put(*inputs)))
 
 
 def _errors(
@@ -103,12 +95,10 @@ def _errors(
     exact: list[torch.Tensor],
 ) -> list[float]:
     """Relative RMS error after each layer and, last, of the embeddings."""
+    free_memory()  # of the tower before
     tower = implementation.load(directory)
     states = tower.states(*tower.put(*inputs))
-    errors = [relative_rms_error(s, e) for s, e in zip(states, exact, strict=True)]
-    del tower, states
-    free_memory()
-    return errors
+    return [relative_rms_error(s, e) for s, e in zip(states, exact, strict=True)]
 
 
 def _records(

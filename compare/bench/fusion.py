@@ -76,7 +76,7 @@ def measure_fusion(
                 record.beside_floor(floor_us),
                 fuse=fuse,
                 details={
-                    "segment_length": int(workload.lengths.max()),
+                    "segment_length": workload.longest,
                     "rotary_dim": workload.rotated_dims,
                     "auto": default_fuse(implementation, workload),
                 },
@@ -92,7 +92,7 @@ def default_fuse(implementation: KernelImplementation, workload: KernelWorkload)
 
     None where that is not installed.
     """
-    shape = workload.head_dim, workload.rotated_dims, int(workload.lengths.max())
+    shape = workload.head_dim, workload.rotated_dims, workload.longest
     size = workload.tokens, workload.heads
     try:
         if implementation.framework == "torch":
@@ -116,9 +116,5 @@ def _print(records: Sequence[Record]) -> None:
     print_table(
         'The fastest way, and fuse="auto" over it where it takes another', *best_table(cells)
     )
-    print_missing(
-        (f"{r.implementation} {r.fuse} on {r.workload}", r.note or "")
-        for r in records
-        if r.median_us is None
-    )
+    print_missing(records, lambda r: f"{r.implementation} {r.fuse} on {r.workload}")
     say(verdict_line(cells))

@@ -87,4 +87,4 @@ def _print(workload: KernelWorkload, floor_us: float, records: Sequence[Record])
             for record in timed
         ],
     )
-    print_missing((r.implementation, r.note or "") for r in records if r.median_us is None)
+    print_missing(records)

@@ -6,7 +6,7 @@ times, so every call finds its inputs in memory, not in the cache, and host time
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,13 +130,18 @@ class GraphTimer:
         return statistics.median(samples)
 
     def _elapsed_ms(self, replays: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(replays):
-            self._graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
+        return elapsed_ms(self._graph.replay for _ in range(replays))
+
+
+def elapsed_ms(calls: Iterable[Callable[[], object]]) -> float:
+    """The GPU's time for calls that are queued without waiting in between."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for call in calls:
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def time_wall(call: Callable[[], Any], synchronize: Callable[[Any], None]) -> Timing:

@@ -12,7 +12,12 @@ from compare.bench.kernel_timing import QUICK, measure_all
 from compare.bench.tuning_cases import Case
 from compare.common.console import number, print_missing, print_table, progress
 from compare.common.result_files import Record
-from compare.implementations.kernels import KernelCall, KernelImplementation, require_jax_gpu
+from compare.implementations.kernels import (
+    KernelCall,
+    KernelImplementation,
+    our_attention,
+    require_jax_gpu,
+)
 from compare.implementations.warm_up import draw_inputs, warm_up
 from compare.workloads.kernels import KernelWorkload
 
@@ -120,8 +125,8 @@ def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
 def _launches(twin: Twin, case: Case, table: Any, gpu: Any) -> list[Any]:
     """What the table has for the case's workload, and then the candidates."""
     module, workload = twin.launch_table, case.workload
-    longest, rows = int(workload.lengths.max()), workload.tokens * workload.heads
-    shape = module.Shape(case.kernel, "half", workload.head_dim, longest, rows)
+    rows = workload.tokens * workload.heads
+    shape = module.Shape(case.kernel, "half", workload.head_dim, workload.longest, rows)
     bounded = twin.bounds_registers
     candidates = [fields for fields in case.candidates if bounded or "maxnreg" not in fields]
     tried = [table.find(gpu, shape), *(module.Launch(**fields) for fields in candidates)]
@@ -151,12 +156,7 @@ def _candidate(twin: Twin, case: Case, table: Any) -> KernelImplementation:
 
 
 def _prepare(twin: Twin, case: Case, table: Any, workload: KernelWorkload) -> KernelCall:
-    attend = partial(
-        importlib.import_module(twin.package).fused_rope_attention_qkvpacked,
-        max_seqlen=int(workload.lengths.max()),
-        fuse=case.fuse,
-        implementation="triton",
-    )
+    attend = our_attention(twin.package, workload.longest, fuse=case.fuse)
 
     def call(*arguments: Any) -> Any:
         # Nothing else is tuned than the table's kernels.
@@ -191,9 +191,9 @@ def _choose(case: Case, tried: Sequence[Any], records: Sequence[Record]) -> Choi
 
 
 def _print(twin: Twin, choices: Sequence[Choice]) -> None:
-    fields = ", ".join(choices[0].old._fields)
+    names = choices[0].old._fields
     print_table(
-        f"Launches of {twin.name}: {fields}",
+        f"Launches of {twin.name}: {', '.join(names)}",
         ("class", "in the table", "us", "fastest", "us", "gain"),
         [
             [
@@ -208,10 +208,8 @@ def _print(twin: Twin, choices: Sequence[Choice]) -> None:
         ],
     )
     print_missing(
-        (f"{choice.case} ({_told([record.details[name] for name in choice.old._fields])})", note)
-        for choice in choices
-        for record in choice.records
-        if (note := record.note)
+        (record for choice in choices for record in choice.records),
+        lambda r: f"{r.details['class']} ({_told([r.details[name] for name in names])})",
     )
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's tower: the checkpoint, the fp32 reference, the bf16 yardstick and two peers."""
+"""Hugging Face's tower: the checkpoint, the fp32 reference, the bf16 baseline and two peers."""
 
 import contextlib
 import os

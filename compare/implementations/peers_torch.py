@@ -37,14 +37,13 @@ def _pair(
     workload: KernelWorkload,
 ) -> KernelCall:
     attend = attention(workload)
-    rotate = rotation()
-    max_seqlen = int(workload.lengths.max())
+    rotate, longest = rotation(), workload.longest
 
     def call(
         qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> torch.Tensor:
         q, k = rotate(qkv, cos, sin)
-        return attend(q, k, qkv[:, 2], cu_seqlens, max_seqlen)
+        return attend(q, k, qkv[:, 2], cu_seqlens, longest)
 
     return call
 

@@ -63,7 +63,7 @@ CHECKS = (
 )
 
 
-def check_trust(
+def check_stress(
     seconds: float,
     *,
     checks: Sequence[Check] = CHECKS,

@@ -199,13 +199,13 @@ def test_stress_writes_its_file_and_says_what_it_found(
 ):
     from compare.stress import checks
 
-    def check_trust(seconds):
+    def check_stress(seconds):
         assert seconds == 7.5
         return [checks._record("place", "triton", "moved", 9, ["differs"] * findings)]
 
-    monkeypatch.setattr(checks, "check_trust", check_trust)
-    path = tmp_path / "trust.json"
-    assert cli.main(["trust", "--seconds", "7.5", "--json", str(path)]) == status
+    monkeypatch.setattr(checks, "check_stress", check_stress)
+    path = tmp_path / "stress.json"
+    assert cli.main(["stress", "--seconds", "7.5", "--json", str(path)]) == status
     assert result_files.read(path).records[0]["cases"] == 9
     said = capsys.readouterr().out
     assert ("nothing: 9 cases" if findings == 0 else "in 1 of 1 checks") in said
@@ -213,7 +213,7 @@ def test_stress_writes_its_file_and_says_what_it_found(
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
 def test_stress_takes_a_positive_time(seconds, capsys):
-    assert cli.main(["trust", "--seconds", seconds]) == commands.BAD_INPUT
+    assert cli.main(["stress", "--seconds", seconds]) == commands.BAD_INPUT
     assert "expected a positive number" in sentence(capsys)
 
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("jax")
 
 from compare import cli, commands
-from compare.agreement.expected import Yardstick
+from compare.agreement.expected import Expected
 from compare.agreement.oracle import unfused
 from compare.bench import tune, tuning_cases
 from compare.bench.tune import TWINS
@@ -140,8 +140,8 @@ def test_a_candidate_computes_what_it_should(name, kernel):
     call = tune._candidate(twin, made, table).prepare(TINY)
     in_jax = twin.framework == "jax"
     output = call(*(jax_arguments(inputs) if in_jax else torch_arguments(inputs)))
-    yardstick = Yardstick.of(TINY, inputs)
-    assert yardstick.judge([from_jax(output) if in_jax else output]).passed
+    expected = Expected.of(TINY, inputs)
+    assert expected.judge([from_jax(output) if in_jax else output]).passed
 
 
 def test_cases_and_candidates_are_well_formed():

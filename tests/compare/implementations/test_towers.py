@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from importlib import metadata
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -111,9 +112,7 @@ def test_a_tower_that_cannot_be_compared_fails(small, tower, reason):
 
 def test_a_family_without_a_reference_fails_and_the_others_are_checked(monkeypatch, capsys):
     monkeypatch.setattr(tower_agreement, "SMALL_TOWERS", {"tower": CONFIG, "qwen3-tower": QWEN3})
-    monkeypatch.setattr(
-        tower_agreement, "_exact_states", failing_once(tower_agreement._exact_states)
-    )
+    monkeypatch.setattr(huggingface, "load", failing_once(huggingface.load))
     failed, *others = check_towers([implementation(HuggingFaceTower)], small=True)
     assert failed.workload == "tower-photographs"
     assert failed.passed is False
@@ -158,9 +157,12 @@ def test_true_fp32_puts_settings_back():
 
 
 def test_a_peak_of_jax_that_did_not_grow_is_not_the_calls_own(monkeypatch):
-    tower = towers._JaxTower(model=None)
-    peaks = iter([3 << 20, 5 << 20, 5 << 20, 5 << 20, None, None])
-    monkeypatch.setattr(tower, "_peak", lambda: next(peaks))
+    peaks = iter([3 << 20, 5 << 20, 5 << 20, 5 << 20])
+    device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": next(peaks)})
+    device_without = SimpleNamespace(memory_stats=lambda: None)
+    found = iter([[device]] * 4 + [[device_without]] * 2)
+    monkeypatch.setattr("jax.devices", lambda: next(found))
+    tower = towers.JaxTower(model=None)
     seen = []
     for _ in range(3):
         tower.reset_peak_memory()

@@ -17,8 +17,8 @@ from compare.implementations import huggingface
 from compare.implementations.towers import our_towers
 from compare.report.check_tables import trust_table
 from compare.stress import checks, guards
-from compare.stress import inputs as trust_inputs
-from compare.stress import server as trust_server
+from compare.stress import inputs as stress_inputs
+from compare.stress import server as stress_server
 from compare.stress.server import Traffic
 from compare.stress.subjects import MemoryFault, Subject, Triton
 from compare.workloads.arrays import torch_arguments
@@ -27,7 +27,7 @@ from tests.compare import synthetic
 from tests.tower_checkpoints import write_checkpoint
 from triton_kernels import fused_rope_attention_qkvpacked
 
-SIZES = dataclasses.replace(trust_inputs.ON_CPU, hostile=12)
+SIZES = dataclasses.replace(stress_inputs.ON_CPU, hostile=12)
 CHECKS = {check.name: check for check in checks.CHECKS}
 
 
@@ -125,7 +125,7 @@ def test_what_is_wrong_is_found(name, spoil, note):
 
 
 def test_a_write_beside_a_tensor_is_found():
-    inputs = trust_inputs.draw([5], SIZES, "float32")
+    inputs = stress_inputs.draw([5], SIZES, "float32")
 
     class Writes(Triton):
         def __init__(self, write):
@@ -169,7 +169,7 @@ def test_guards_keep_values_and_may_unalign():
 
 def test_hostile_segments_are_of_every_kind():
     rng = np.random.default_rng(0)
-    drawn = np.stack([trust_inputs.hostile_cu_seqlens(rng, 5, 30) for _ in range(500)])
+    drawn = np.stack([stress_inputs.hostile_cu_seqlens(rng, 5, 30) for _ in range(500)])
     assert drawn.dtype == np.int32
     lengths = np.diff(drawn.astype(np.int64))
     for kind in (drawn < 0, drawn > 30, drawn == 2**31 - 1, lengths < 0, lengths == 0):
@@ -204,7 +204,7 @@ def double(pixel_values, grid_thw):
 
 
 def live(encode, traffic=TRAFFIC, seconds=60):
-    return trust_server.live(FakeTower(encode), CONFIG, traffic, seconds)
+    return stress_server.live(FakeTower(encode), CONFIG, traffic, seconds)
 
 
 def test_a_right_tower_lives():
@@ -216,7 +216,7 @@ def test_a_right_tower_lives():
 def test_our_towers_live(implementation, tmp_path):
     """More sizes than layouts are kept on the device, all of one bucket: compiled once."""
     tower = implementation.load(write_checkpoint(tmp_path, CONFIG))
-    life = trust_server.live(
+    life = stress_server.live(
         tower, CONFIG, dataclasses.replace(TRAFFIC, threads=8, requests=40), 60
     )
     assert (life.calls, life.findings) == (200, [])
@@ -269,12 +269,12 @@ def test_a_leak_is_found():
     ],
 )
 def test_growth_of_memory(held, expected):
-    assert trust_server.growth(held) == expected
+    assert stress_server.growth(held) == expected
 
 
 def test_a_cache_without_a_limit_is_found(monkeypatch):
     remember = functools.cache(lambda x: x)
-    monkeypatch.setattr(trust_server, "remember", remember, raising=False)
+    monkeypatch.setattr(stress_server, "remember", remember, raising=False)
     calls = iter(range(10**6))
 
     def forgetless(pixel_values, grid_thw):
@@ -321,9 +321,9 @@ def test_without_a_checkpoint_for_the_towers_what_kernels_did_is_kept(monkeypatc
         raise OSError("no space left on the device")
 
     monkeypatch.setattr(huggingface, "random_checkpoint", fail)
-    monkeypatch.setattr(trust_inputs, "ON_CPU", SIZES)
-    monkeypatch.setattr(trust_inputs, "ON_GPU", SIZES)
-    records = checks.check_trust(
+    monkeypatch.setattr(stress_inputs, "ON_CPU", SIZES)
+    monkeypatch.setattr(stress_inputs, "ON_GPU", SIZES)
+    records = checks.check_stress(
         seconds=1, checks=[CHECKS["place"]], subjects=[Right()], towers=our_towers()[:1]
     )
     assert [record.passed for record in records] == [True, False]
@@ -332,14 +332,14 @@ def test_without_a_checkpoint_for_the_towers_what_kernels_did_is_kept(monkeypatc
 
 @pytest.mark.gpu
 def test_our_kernels_and_towers_endure(monkeypatch):
-    """What `python -m compare trust` does for minutes, in less of everything."""
+    """What `python -m compare stress` does for minutes, in less of everything."""
     sizes = dataclasses.replace(
-        trust_inputs.ON_GPU,
+        stress_inputs.ON_GPU,
         hostile=90, runs=5, far_tokens=9000, long_segment=999, segments=500, fuse=("none",),
         lengths=(29,), starts=(0, 33, 70),
     )  # fmt: skip
-    monkeypatch.setattr(trust_inputs, "ON_GPU", sizes)
-    monkeypatch.setattr(trust_server, "ON_GPU", Traffic(200, 8, 10, 1, 16))
-    records = checks.check_trust(seconds=10)
+    monkeypatch.setattr(stress_inputs, "ON_GPU", sizes)
+    monkeypatch.setattr(stress_server, "ON_GPU", Traffic(200, 8, 10, 1, 16))
+    records = checks.check_stress(seconds=10)
     assert len(records) == 2 * len(checks.CHECKS) + 2
     assert [record for record in records if not record.passed] == []
