@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compare.torch_tower.attention import check_known, check_provider, layout_segments
+from compare.torch_tower.attention import FRAME_ATTENTION, check_provider, layout_segments
 from compare.torch_tower.blocks import Block, LateNormBlock, PatchEmbed, PatchMerger, PositionTable
 from compare.torch_tower.device import as_tensor, find_device, free_memory
 from compare.torch_tower.graphs import GraphCache, first_rows
@@ -26,11 +26,12 @@ from flax_models.common.buckets import (
     check_token_buckets,
     exact_bucket,
 )
-from flax_models.common.config import check_head_dim
+from flax_models.common.config import check_head_dim, check_name
 from flax_models.common.grid import as_grid
 from flax_models.common.memory import check_memory
 from flax_models.common.weights import tower_weights
 from triton_kernels.attention import runs_kernel
+from triton_kernels.checks import IMPLEMENTATIONS
 
 # With DeepStack also the features of some blocks.
 Embeddings = torch.Tensor | tuple[torch.Tensor, tuple[torch.Tensor, ...]]
@@ -39,7 +40,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Every elementwise kernel gets the first of the launches that Inductor knows, eight elements a
 # thread. Left to tune, it would keep the fastest at the first call's size for all sizes to come: a
-# small image cannot tell them apart, and at 9,216 tokens the other takes 1.5 times as long.
+# small image cannot tell them apart, and at 9,216 tokens the first has a speedup of 1.5.
 COMPILER_OPTIONS = {"triton.autotune_pointwise": False}
 _VARIANTS = 256  # of one compiled function that a process may have; 8 by default
 
@@ -50,7 +51,7 @@ class VisionTower(nn.Module):
     Attributes:
         config: the tower's configuration.
         implementation: of the attention, as in `triton_kernels`.
-        frame_attention: what attends over whole frames, one of `torch_attention.FRAME_ATTENTION`;
+        frame_attention: what attends over whole frames, one of `attention.FRAME_ATTENTION`;
             after a change, `graphs.clear()` has to follow.
         token_buckets: padded token counts that calls choose from; None: the ladder of
             `choose_bucket`.
@@ -75,7 +76,8 @@ class VisionTower(nn.Module):
         """
         super().__init__()
         check_head_dim(config)
-        check_known(implementation, frame_attention)
+        check_name("implementation", implementation, IMPLEMENTATIONS)
+        check_name("frame_attention", frame_attention, FRAME_ATTENTION)
         self.config = config
         self.implementation = implementation
         self.frame_attention = frame_attention

@@ -89,8 +89,8 @@ def _late_norm_mlp(
 
     - `gate_up.weight` has the norm's weights multiplied in.
     - The first padded channel is always 1, and its column of `down.weight` adds two biases to the
-      stream: the MLP's, and that of the attention's output.
-    - The latter the stream lacks until then, `stream_bias`, and the first product its share of it,
+      residual stream: the MLP's, and that of the attention's output.
+    - The latter is missing there until then, `stream_bias`, and its share of the first product,
       `product_bias`.
 
     All of it is exact but for one rounding of each number.
