@@ -105,7 +105,7 @@ def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
     gpu, table = twin.gpu(), twin.launch_table.Table.read(twin.launch.TABLE_FILE)
     launches = [_launches(twin, case, table, gpu) for case in cases]
     jobs = [
-        (_candidate(twin, case, table.with_rows(gpu, [_row(twin, case, launch)])), case.workload)
+        (candidate(twin, case, table.with_rows(gpu, [row_for(twin, case, launch)])), case.workload)
         for case, tried in zip(cases, launches, strict=True)
         for launch in tried
     ]
@@ -133,7 +133,7 @@ def _launches(twin: Twin, case: Case, table: Any, gpu: Any) -> list[Any]:
     return list(dict.fromkeys(tried))
 
 
-def _row(twin: Twin, case: Case, launch: Any) -> Any:
+def row_for(twin: Twin, case: Case, launch: Any) -> Any:
     conditions = case.max_head_dim, case.max_length, case.max_rows
     return twin.launch_table.Row(case.kernel, launch, "half", *conditions)
 
@@ -144,11 +144,11 @@ def _renewed(twin: Twin, table: Any, gpu: Any, choices: Sequence[Choice]) -> Any
     widest = max(choice.case.max_head_dim for choice in choices)
     old = table.devices[gpu.name].rows if gpu.name in table.devices else ()
     kept = [r for r in old if r.kernel not in tuned or (r.max_head_dim or widest + 1) > widest]
-    rows = [_row(twin, choice.case, choice.new) for choice in choices]
+    rows = [row_for(twin, choice.case, choice.new) for choice in choices]
     return table.with_rows(gpu, [*kept, *rows])
 
 
-def _candidate(twin: Twin, case: Case, table: Any) -> KernelImplementation:
+def candidate(twin: Twin, case: Case, table: Any) -> KernelImplementation:
     """An implementation that takes its launches from a table of its own."""
     return KernelImplementation(
         twin.name, twin.framework, partial(_prepare, twin, case, table), ours=True

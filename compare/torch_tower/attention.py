@@ -77,7 +77,7 @@ def attend(qkv: torch.Tensor, segments: Segments) -> torch.Tensor:
 def _rotate_and_attend(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cu_seqlens: torch.Tensor, provider: str
 ) -> torch.Tensor:
-    rotate = _rotate_by_kernel if qkv.is_cuda else rotate_reference
+    rotate = rotate_by_kernel if qkv.is_cuda else rotate_reference
     heads = qkv.shape[2]
     rotated = rotate(qkv[:, :2].flatten(1, 2), cos, sin)
     q, k, v = rotated[:, :heads], rotated[:, heads:], qkv[:, 2]
@@ -96,7 +96,7 @@ def _(
     return qkv.new_empty((qkv.shape[0], *qkv.shape[2:]))
 
 
-def _rotate_by_kernel(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_by_kernel(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`rotate_reference` in one pass over memory."""
     rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current device

@@ -201,7 +201,7 @@ def test_stress_writes_its_file_and_says_what_it_found(
 
     def check_stress(seconds):
         assert seconds == 7.5
-        return [checks._record("place", "triton", "moved", 9, ["differs"] * findings)]
+        return [checks.outcome("place", "triton", "moved", 9, ["differs"] * findings)]
 
     monkeypatch.setattr(checks, "check_stress", check_stress)
     path = tmp_path / "stress.json"

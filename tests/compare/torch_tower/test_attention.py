@@ -82,7 +82,7 @@ def test_rotation_by_the_kernel(dtype):
     angles = torch.randn((37, 40), generator=generator, device=device)
     qk = qkv[:, :2].flatten(1, 2)
     assert qk.data_ptr() == qkv.data_ptr()  # a view
-    ours = attention._rotate_by_kernel(qk, angles.cos(), angles.sin())
+    ours = attention.rotate_by_kernel(qk, angles.cos(), angles.sin())
     expected = rotate_reference(qk, angles.cos(), angles.sin())
     torch.testing.assert_close(
         ours, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5

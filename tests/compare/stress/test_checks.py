@@ -1,10 +1,6 @@
 """The stress checks find nothing in a right kernel and tower, and find what is wrong in others."""
 
 import dataclasses
-import functools
-import itertools
-import mmap
-import threading
 
 import numpy as np
 import pytest
@@ -22,9 +18,7 @@ from compare.stress import server as stress_server
 from compare.stress.server import Traffic
 from compare.stress.subjects import MemoryFault, Subject, Triton
 from compare.workloads.arrays import torch_arguments
-from flax_models import VisionConfig
 from tests.compare import synthetic
-from tests.tower_checkpoints import write_checkpoint
 from triton_kernels import fused_rope_attention_qkvpacked
 
 SIZES = dataclasses.replace(stress_inputs.ON_CPU, hostile=12)
@@ -55,7 +49,7 @@ class Wrong(Right):
 
 
 def findings(name, subject):
-    record = checks._kernel_record(CHECKS[name], subject, SIZES)
+    record = checks.run_check(CHECKS[name], subject, SIZES)
     assert record.passed == (record.details["findings"] == 0)
     return record
 
@@ -178,134 +172,11 @@ def test_hostile_segments_are_of_every_kind():
     assert 0.02 < legal.mean() < 0.5
 
 
-# ---- a server's life ----
-
-CONFIG = VisionConfig(
-    depth=2, hidden_size=16, num_heads=2, intermediate_size=8, out_hidden_size=8,
-    fullatt_block_indexes=(1,),
-)  # fmt: skip
-TRAFFIC = Traffic(calls=200, threads=4, requests=5, images=2, side=8, growth_mib=20)
-
-
-class FakeTower:
-    """A tower's interface around a function (pixel_values, grid_thw) -> array."""
-
-    framework = "fake"
-
-    def __init__(self, encode):
-        self.encode = encode
-
-    def tensor(self, embeddings):
-        return torch.from_numpy(embeddings)
-
-
-def double(pixel_values, grid_thw):
-    return 2 * pixel_values
-
-
-def live(encode, traffic=TRAFFIC, seconds=60):
-    return stress_server.live(FakeTower(encode), CONFIG, traffic, seconds)
-
-
-def test_a_right_tower_lives():
-    life = live(double)
-    assert (life.calls, life.findings) == (200, [])
-
-
-@pytest.mark.parametrize("implementation", our_towers(), ids=lambda tower: tower.name)
-def test_our_towers_live(implementation, tmp_path):
-    """More sizes than layouts are kept on the device, all of one bucket: compiled once."""
-    tower = implementation.load(write_checkpoint(tmp_path, CONFIG))
-    life = stress_server.live(
-        tower, CONFIG, dataclasses.replace(TRAFFIC, threads=8, requests=40), 60
-    )
-    assert (life.calls, life.findings) == (200, [])
-
-
-def test_calls_stop_in_time_but_not_before_the_tower_is_warm():
-    assert live(double, seconds=0).calls == 200 * 4 // 20
-
-
-def test_a_call_that_gets_the_images_of_another_is_found():
-    held = []
-
-    def mix(pixel_values, grid_thw):
-        held.append(pixel_values)
-        return 2 * held[-2 if len(held) % 50 == 0 else -1][: len(pixel_values)]
-
-    assert any("error" in finding or "differ" in finding for finding in live(mix).findings)
-
-
-def test_a_call_that_fails_is_found():
-    calls = iter(range(10**6))
-
-    def fail(pixel_values, grid_thw):
-        if next(calls) == 100:
-            raise RuntimeError("out of memory\nand much more about it")
-        return 2 * pixel_values
-
-    assert live(fail).findings == ["RuntimeError: out of memory"]
-
-
-def test_a_leak_is_found():
-    held = []
-
-    def leak(pixel_values, grid_thw):
-        # Half a MiB of the system's own: the process may have had more from earlier tests.
-        held.append(mmap.mmap(-1, 1 << 19))
-        held[-1].write(bytes(1 << 19))
-        return 2 * pixel_values
-
-    assert any(f.startswith("host memory grew by") for f in live(leak).findings)
-
-
-@pytest.mark.parametrize(
-    ("held", "expected"),
-    [
-        ([0, 50, *[100] * 18], 0),  # warming up
-        ([100, 100, *[100, 180] * 9], -80),  # a cache that lets go
-        (list(range(20)), 19 - 3 - 5),  # a leak
-        ([5, 7, 9, 12], 3),  # stopped when it was warm
-    ],
-)
-def test_growth_of_memory(held, expected):
-    assert stress_server.growth(held) == expected
-
-
-def test_a_cache_without_a_limit_is_found(monkeypatch):
-    remember = functools.cache(lambda x: x)
-    monkeypatch.setattr(stress_server, "remember", remember, raising=False)
-    calls = iter(range(10**6))
-
-    def forgetless(pixel_values, grid_thw):
-        remember(next(calls))
-        return 2 * pixel_values
-
-    (finding,) = live(forgetless).findings
-    assert finding.startswith("the cache of compare.stress.server.remember grew from")
-
-
-def test_a_tower_that_compiles_at_every_call_is_found(tmp_path):
-    (flax,) = (tower for tower in our_towers() if tower.name == "flax")
-    tower = flax.load(write_checkpoint(tmp_path, CONFIG))
-    lock, sizes = threading.Lock(), itertools.count(256, 8)
-
-    def encode(pixel_values, grid_thw):
-        with lock:
-            tower.model.token_buckets = (next(sizes),)
-            tower.encode(pixel_values, grid_thw)
-        return 2 * pixel_values
-
-    traffic = dataclasses.replace(TRAFFIC, calls=20, requests=2)
-    findings = live(encode, traffic).findings
-    assert any("the cache of flax_models.compiled grew" in finding for finding in findings)
-
-
 def test_the_table_tells_cases_and_findings():
-    good = checks._record("hostile", "triton", "anything", 1234, [])
-    bad = checks._record("hostile", "pallas", "anything", 10, ["row 3 is NaN", "another"])
-    empty = checks._record("place", "triton", "moved", 0, [])
-    server = checks._record(
+    good = checks.outcome("hostile", "triton", "anything", 1234, [])
+    bad = checks.outcome("hostile", "pallas", "anything", 10, ["row 3 is NaN", "another"])
+    empty = checks.outcome("place", "triton", "moved", 0, [])
+    server = checks.outcome(
         "server", "torch", "calls", 9, [], host_growth_mib=3.2, device_growth_mib=-0.1
     )
     assert [good.passed, bad.passed, empty.passed] == [True, False, False]
