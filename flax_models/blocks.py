@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from flax_models.attention import Segments, attend
 from flax_models.common.config import VisionConfig
-from flax_models.gated import Biases
+from flax_models.common.weights import Biases
 from flax_models.gated_product import gated_product
 from flax_models.products import product
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from flax_models.common.weights import Biases
 from pallas_kernels.attention import LOG2_E, have_tensor_cores
 from pallas_kernels.kernels.tiles import Ref, exp2
 from pallas_kernels.launching.launch import run
@@ -32,20 +33,6 @@ from pallas_kernels.launching.table import Launch, next_power_of_2
 
 # Of a program, which has one row; a row of 3,456 channels is 16 values a thread.
 _WARPS = 8
-
-
-class Biases(NamedTuple):
-    """What is added on the way, each of any floating dtype.
-
-    Attributes:
-        residual: [hidden], which the residual stream lacks.
-        product: [2 x width], which its product lacks by that.
-        output: [2 x width], of gate and up.
-    """
-
-    residual: jax.Array
-    product: jax.Array
-    output: jax.Array
 
 
 def gated_activation(

@@ -21,7 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as mosaic
 from jax.experimental.pallas import triton as plgpu
 
 from flax_models import gated
-from flax_models.gated import Biases, Operation, differentiable, gated_activation, load, silu_times
+from flax_models.common.weights import Biases
+from flax_models.gated import Operation, differentiable, gated_activation, load, silu_times
 from flax_models.products import unnormed_product
 from pallas_kernels.kernels.tiles import Ref, Scalar
 from pallas_kernels.launching.compile import HAVE_MOSAIC, local_gpu

@@ -54,12 +54,8 @@ def measure_fusion(
 ) -> tuple[list[Record], Ceilings]:
     """Time every way of fusing on every workload; print the tables.
 
-    Args:
-        workloads: the cells; default grid().
-        ways: the implementations; default our_ways().
-
-    Returns:
-        A record for each way of each cell in each framework, and the ceilings.
+    The workloads are the cells, grid() by default. Returns a record for each way of each cell in
+    each framework, and the ceilings.
     """
     ceilings = ceilings_module.measure()
     workloads = grid() if workloads is None else workloads

@@ -34,12 +34,8 @@ def bench_kernels(
 ) -> tuple[list[Record], Ceilings]:
     """Measure the GPU's ceilings and every implementation on every workload; print the tables.
 
-    Args:
-        workloads: what to measure on.
-        measured: default all_implementations().
-
-    Returns:
-        A record for each implementation of each workload, and the ceilings.
+    `measured` is all_implementations() by default. Returns a record for each of them on each
+    workload, and the ceilings.
     """
     ceilings = ceilings_module.measure()
     say(

@@ -37,14 +37,9 @@ def negation() -> KernelImplementation:
 
 
 def bench_rotation(workloads: Sequence[KernelWorkload], ceilings: Ceilings) -> list[Record]:
-    """Time both rotations and the negation, and print the table.
+    """Time both rotations and the negation on ROTATION_WORKLOADS, and print the table.
 
-    Args:
-        workloads: of ROTATION_WORKLOADS.
-        ceilings: of the same run; the share of the floor is that of the copy bandwidth.
-
-    Returns:
-        A record of each for every workload.
+    The ceilings are of the same run; the share of the floor is that of the copy bandwidth.
     """
     records: list[Record] = []
     for workload in progress(workloads, "rotation"):

@@ -92,12 +92,7 @@ class Choice:
 def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
     """Try every candidate of every case, beside what the table has; print old against new.
 
-    Args:
-        twin: the package.
-        cases: classes of shapes.
-
-    Returns:
-        The new Table and what was measured.
+    Returns the new Table and what was measured.
 
     Raises:
         UnavailableError: the framework does not use the GPU.

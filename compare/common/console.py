@@ -40,12 +40,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     """Print a table, the first column left and the others right aligned.
 
     Columns that do not fit beside each other are split over several tables, each with the first
-    column; rich would cut the numbers.
-
-    Args:
-        title: above the table.
-        columns: headings.
-        rows: cells as plain text.
+    column; rich would cut the numbers. All is plain text.
     """
     say(title)  # not as the table's title, which would be wrapped to its width
     out = console()

@@ -37,12 +37,7 @@ _SHARD = "500MB"  # several files, as real checkpoints come
 
 
 def random_checkpoint(directory: str | os.PathLike[str], config: VisionConfig) -> None:
-    """Write a tower with random bf16 weights by Hugging Face's own save_pretrained, in shards.
-
-    Args:
-        directory: where to; made if missing.
-        config: the tower's sizes.
-    """
+    """Write a tower with random bf16 weights by Hugging Face's own save_pretrained, in shards."""
     classes = vision_classes(config.model_type)
     sizes = classes.config(**_values(config))
     device = torch_device()

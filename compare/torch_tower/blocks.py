@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from compare.torch_tower.attention import Segments, attend
-from compare.torch_tower.gated import Biases, add_product
+from compare.torch_tower.gated import add_product
 from compare.torch_tower.gated_product import gated_product
 from flax_models import VisionConfig
+from flax_models.common.weights import Biases
 
 
 class RMSNorm(nn.Module):

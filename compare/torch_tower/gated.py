@@ -3,13 +3,12 @@
 Why, flax_models/gated.py says, whose twin this is.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from flax_models.common.weights import Biases
 from triton_kernels.attention import runs_kernel
 from triton_kernels.kernels.tiles import cast
 from triton_kernels.launching import plan
@@ -18,20 +17,6 @@ from triton_kernels.launching.table import next_power_of_2
 # Of a program, which has one row; a row of 3,456 channels is 16 values a thread.
 _WARPS = 8
 LOG2_E: tl.constexpr = tl.constexpr(plan.LOG2_E)
-
-
-class Biases(NamedTuple):
-    """What is added on the way, each of any floating dtype.
-
-    Attributes:
-        residual: [hidden], which the residual stream lacks.
-        product: [2 x width], which its product lacks by that.
-        output: [2 x width], of gate and up.
-    """
-
-    residual: torch.Tensor
-    product: torch.Tensor
-    output: torch.Tensor
 
 
 def gated_activation(

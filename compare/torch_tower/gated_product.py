@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from compare.torch_tower.gated import Biases, gated_activation, load, silu_times
+from compare.torch_tower.gated import gated_activation, load, silu_times
+from flax_models.common.weights import Biases
 from triton_kernels.attention import runs_kernel
 from triton_kernels.kernels.tiles import cast, dot
 from triton_kernels.launching.table import next_power_of_2

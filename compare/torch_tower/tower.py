@@ -138,17 +138,11 @@ class VisionTower(nn.Module):
                 the GPU it costs a synchronisation.
 
         Returns:
-            Embeddings [tokens / merge_unit, out_hidden_size] in `dtype` on `device`, in Hugging
-            Face's order: image after image, in each frame after frame, in each row after row of
-            merge units. A tower with DeepStack, Qwen3-VL's, returns (embeddings, features): in a
-            tuple the features of each block of `deepstack_visual_indexes`, of the embeddings'
-            shape and order.
+            Embeddings [tokens / merge_unit, out_hidden_size] in `dtype` on `device`, or from a
+            tower with DeepStack (embeddings, features), all as the twin returns them.
 
         Raises:
-            ValueError: a bad grid, more tokens than the largest bucket, `pixel_values` that do
-                not match the grid, or frames that `frame_attention` cannot take.
-            TypeError: `pixel_values` are not floating-point.
-            MemoryError: a pass over so many tokens does not fit in what memory is free.
+            ValueError, TypeError, MemoryError: where the twin raises them.
             RuntimeError: the caller records a CUDA graph, and the layout of `grid_thw` is not on
                 the GPU yet; record `encode` of what `prepare` returned before.
         """
@@ -311,9 +305,8 @@ def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Em
             (`VisionTower.prepare` returns both.)
 
     Returns:
-        Embeddings [tokens / merge_unit, out_hidden_size] in the tower's dtype, in Hugging Face's
-        order. Of a padded layout the first `layout.num_merged` rows are the images', the others
-        mean nothing. With DeepStack (embeddings, features) as from a call.
+        What a call does, of a padded layout with rows behind the images' first
+        `layout.num_merged` that mean nothing.
 
     Raises:
         ValueError: `pixel_values` have another shape than the layout asks for, or the layout has

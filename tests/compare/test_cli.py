@@ -211,6 +211,22 @@ def test_stress_writes_its_file_and_says_what_it_found(
     assert ("nothing: 9 cases" if findings == 0 else "in 1 of 1 checks") in said
 
 
+def test_trust_is_another_word_for_stress_that_no_help_lists(monkeypatch, tmp_path, capsys):
+    from compare.stress import checks
+
+    found = [checks.outcome("place", "triton", "moved", 9, [])]
+    monkeypatch.setattr(checks, "check_stress", lambda seconds: found)
+    assert cli.main(["trust", "--results", str(tmp_path)]) == commands.AGREES
+    (written,) = tmp_path.rglob("*.json")
+    assert (written.name, result_files.read(written).part) == ("stress.json", "stress")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    helped = capsys.readouterr().out
+    assert "stress" in helped
+    assert "trust" not in helped
+
+
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
 def test_stress_takes_a_positive_time(seconds, capsys):
     assert cli.main(["stress", "--seconds", seconds]) == commands.BAD_INPUT
