@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from compare.agreement.metrics import relative_rms_error, tower_verdict
@@ -21,10 +20,10 @@ from compare.implementations.towers import (
     our_towers,
 )
 from compare.workloads import photographs
+from compare.workloads.photographs import Inputs
 from compare.workloads.towers import SMALL_TOWERS, TOWERS
 from flax_models import VisionConfig
 
-Inputs = tuple[np.ndarray, np.ndarray]  # pixel_values, grid_thw
 _SMALL_WIDTH = 252  # pixels of the first photograph where the tower is small
 
 

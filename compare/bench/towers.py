@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from compare.agreement.metrics import relative_rms_error, tower_verdict
@@ -29,14 +28,13 @@ from compare.implementations.towers import (
     peer_towers,
 )
 from compare.workloads import photographs
+from compare.workloads.photographs import Inputs
 from compare.workloads.towers import TowerWorkload
 from flax_models import VisionConfig
 
 _WARM_UP = 3
 _PROFILED_CALLS = 5  # of ours; of a peer, whose call may be 100,000 kernels, one
 _NAMED_KERNELS = 12  # the longest of a call, written to the result file by name
-
-Inputs = tuple[np.ndarray, np.ndarray]  # pixel_values, grid_thw
 
 
 def bench_towers(

@@ -106,30 +106,15 @@ TOWERS = {
 
 # As the real towers are built, small enough for a CPU: two heads of their head_dim, windows and
 # frames where there are both, DeepStack features of a block in the middle.
+_SMALL = {"depth": 4, "num_heads": 2, "out_hidden_size": 192}
 SMALL_TOWERS = {
     "tower": VisionConfig(
-        depth=4,
-        hidden_size=160,
-        num_heads=2,
-        intermediate_size=342,
-        out_hidden_size=192,
-        fullatt_block_indexes=(1, 3),
+        **_SMALL, hidden_size=160, intermediate_size=342, fullatt_block_indexes=(1, 3)
     ),
-    "qwen2-tower": VisionConfig.of(
-        "qwen2_vl",
-        depth=4,
-        hidden_size=160,
-        num_heads=2,
-        intermediate_size=640,
-        out_hidden_size=192,
-    ),
+    "qwen2-tower": VisionConfig.of("qwen2_vl", **_SMALL, hidden_size=160, intermediate_size=640),
     "qwen3-tower": VisionConfig.of(
         "qwen3_vl",
-        depth=4,
-        hidden_size=144,
-        num_heads=2,
-        intermediate_size=538,
-        out_hidden_size=192,
+        **(_SMALL | {"hidden_size": 144, "intermediate_size": 538}),
         num_position_embeddings=144,
         deepstack_visual_indexes=(1,),
     ),
