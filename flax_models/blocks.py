@@ -173,7 +173,7 @@ class Block(nnx.Module):
 
 # Residual streams [tokens, hidden_size] for which cuBLAS takes a kernel that waits for them at the
 # end of each tile: on an H200 a product takes 13 and 24 us longer with the sum than without, and
-# the norm behind it adds them in 7 and 12 (compare/results/nvidia-h200/flax-calls.json).
+# the norm behind it adds them in 7 and 12 (compare/results/notes/host.md).
 _SUMMED_IN_NORM = frozenset({(4096, 1280), (8192, 1280)})
 
 
@@ -189,7 +189,7 @@ def _add_in_place(residual: jax.Array, product: jax.Array) -> jax.Array:
 
     The barrier's result is read by the sum alone, and so XLA has cuBLAS read and write one array.
     Where it writes another, products in clusters of 2 x 4 thread blocks fail now and then on an
-    H200 that several processes share (compare/results/nvidia-h200/shared-gpu.json).
+    H200 that several processes share (compare/results/notes/faults.md).
     """
     return jax.lax.optimization_barrier(residual) + product
 

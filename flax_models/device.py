@@ -34,7 +34,7 @@ def arrived(arrays: Any) -> Any:
 
     JAX 0.11.2 lets programs on a GPU start before what they read has been uploaded: with eight
     threads that upload, about one in a thousand, none where uploads are waited for
-    (compare/results/nvidia-h200/uploads.json). What was found on AMD's GPUs would explain it:
+    (compare/results/notes/faults.md). What was found on AMD's GPUs would explain it:
     https://github.com/ROCm/xla/pull/964.
     """
     concrete = [x for x in jax.tree.leaves(arrays) if not isinstance(x, jax.core.Tracer)]

@@ -10,7 +10,7 @@ product anyway, divides. This saves the pass over memory that a separate norm ta
 
 The bias of gate and up comes after the norm, so it is added here. So is the bias of the attention's
 output, which the residual stream lacks: a product that adds one at its end is up to an eighth
-slower on an H200 (compare/results/nvidia-h200/late-norm.json). `tower_weights` says how both get
+slower on an H200 (compare/results/notes/towers.md). `tower_weights` says how both get
 into the residual stream.
 
 The twin of compare/torch_tower/gated.py.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from compare.common.environment import configure, gpu_count
-from tests import interpreter
+from tests import interpreter, maps
 
 # Their assertions show values too.
 _CONTRACTS = sorted(path.stem for path in Path(__file__).parent.glob("*_contract.py"))
@@ -78,6 +78,10 @@ def pytest_runtest_setup(item):
     torch = sys.modules.get("torch")
     if item.get_closest_marker("gpu") and torch and torch.cuda.is_available():
         torch.cuda.set_device(0)
+
+
+def pytest_runtest_teardown():
+    maps.give_back()
 
 
 @pytest.fixture

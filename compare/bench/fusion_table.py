@@ -84,13 +84,19 @@ def best_table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     return _table(cells, "fastest way", _cell)
 
 
-def times_table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows: microseconds of "qk", "q" and "none" in each cell."""
-    return _table(
-        cells,
-        f"µs of {', '.join(FUSE)}",
-        lambda cell: " / ".join(number(cell.times_us.get(fuse)) for fuse in FUSE),
-    )
+def times_table(cells: Sequence[Cell], best: str = "{}") -> tuple[list[str], list[list[str]]]:
+    """Headings and rows: microseconds of "qk", "q" and "none" in each cell.
+
+    `best` formats the fastest of a cell.
+    """
+
+    def show(cell: Cell) -> str:
+        return " / ".join(
+            (best if fuse == cell.best else "{}").format(number(cell.times_us.get(fuse)))
+            for fuse in FUSE
+        )
+
+    return _table(cells, f"µs of {', '.join(FUSE)}", show)
 
 
 def _table(

@@ -3,7 +3,7 @@
 import io
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -15,8 +15,11 @@ from compare.bench.fusion_table import Cell
 from compare.common.console import number
 from compare.common.result_files import Results, write_text
 from compare.report.grouping import OURS, RecordDict, ranking, size, timed
+from compare.report.markdown import speedup
+from compare.report.summary import SIZES
 
-_PANELS_SIDE_BY_SIDE = 7
+_PANELS_SIDE_BY_SIDE = 4
+_WIDTH = 9.4  # inches, some 900 pixels: a README's width
 _INK, _SOFT_INK, _PEER = "#1f2937", "#6b7280", "#cbd5e1"
 _COLOURS = {
     "triton": "#0f766e",
@@ -24,53 +27,109 @@ _COLOURS = {
     "pallas by XLA": "#93b4f5",
     "torch": "#0f766e",
     "flax": "#2563eb",
+    "ours, PyTorch": "#0f766e",
+    "ours, Flax": "#2563eb",
     "accelerated": "#0f766e",
     "accelerated, compiled": "#0f766e",
 }
 _STYLE = {
     "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "text.color": _INK,
     "axes.edgecolor": _SOFT_INK,
     "axes.labelcolor": _INK,
     "xtick.color": _SOFT_INK,
     "ytick.color": _INK,
+    "svg.fonttype": "none",  # text as text, a fifth of the size of outlines
     "svg.hashsalt": "fused-rope-attention",  # the same results give the same file
 }
+
+
+def hero_chart(
+    bars: Mapping[str, Sequence[tuple[float, float | None]]], device: str, path: Path
+) -> None:
+    """Whole towers at the four sizes, a panel for each, ours above; speedups on others' bars.
+
+    There is no chart, nor an earlier one any more, where nothing is on record.
+
+    Args:
+        bars: of `hero_bars`.
+        device: what they were measured on.
+        path: the SVG to write.
+    """
+    if not bars:
+        path.unlink(missing_ok=True)
+        return
+    names = list(reversed(bars))  # from below
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, 2.4))
+        panels = figure.subplots(1, len(SIZES), sharey=True)
+        for index, panel in enumerate(panels):
+            _draw_hero_panel(panel, {name: bars[name][index] for name in names})
+            panel.set_title(f"{SIZES[index]} px", loc="left", fontsize=10)
+        _name_bars(panels[0], names)
+        _save(
+            figure,
+            f"Qwen2.5-VL 7B vision tower, ms an image, {device} (in the bars: our speedup)",
+            path,
+        )
+
+
+def _draw_hero_panel(panel: Axes, bars: Mapping[str, tuple[float, float | None]]) -> None:
+    longest = max(time_ms for time_ms, _ in bars.values())
+    for row, (name, (time_ms, faster)) in enumerate(bars.items()):
+        panel.barh(row, time_ms, color=_COLOURS.get(name, _PEER))
+        _label_bar(panel, time_ms, row)
+        if faster:
+            panel.text(0.04 * longest, row, speedup(faster), va="center", fontweight="bold")
+    _leave_names_and_bars(panel, 1.3 * longest)
+
+
+def _name_bars(panel: Axes, names: Sequence[str]) -> None:
+    """Names at the left of a row's first panel, ours in bold."""
+    panel.set_yticks(range(len(names)), names)
+    for label, name in zip(panel.get_yticklabels(), names, strict=True):
+        label.set_fontweight("bold" if name in _COLOURS else "normal")
 
 
 def timing_chart(results: Results, workloads: Sequence[str], title: str, path: Path) -> None:
     """Bars of one family of workloads, one panel for each, with the floor as a line.
 
-    Where there are more panels than can be read side by side, they stand in rows.
-    Peers that differ only in their rotation share a bar: that of the fastest on each workload.
+    Panels stand in rows, images before clips. Whoever was timed on fewer than half of the workloads
+    stands in the table alone, and no row of panels names one that none of them has. Peers that
+    differ only in their rotation share a bar: that of the fastest on each workload.
 
     Args:
         results: of any part but agreement.
-        workloads: panels, from left to right and from above.
+        workloads: panels.
         title: what is timed.
         path: the SVG to write.
     """
-    unit, scale = ("µs", 1.0) if results.part == "kernels" else ("ms", 1e3)
-    bars = _bars(ranking(results, workloads))
-    names = list(bars)
-    rows = -(-len(workloads) // _PANELS_SIDE_BY_SIDE)
-    columns = -(-len(workloads) // rows)
+    unit, scale, calls = ("ms", 1e3, ", each call waited for")
+    if results.part == "kernels":
+        unit, scale, calls = ("µs", 1.0, "")
+    workloads = sorted(
+        workloads, key=lambda workload: not size(workload).partition("-")[0].isdigit()
+    )
+    groups = [
+        workloads[start : start + _PANELS_SIDE_BY_SIDE]
+        for start in range(0, len(workloads), _PANELS_SIDE_BY_SIDE)
+    ]
+    named = [_bars(results, group, workloads) for group in groups]
+    heights = [len(bars) + 1.2 for bars in named]
     with matplotlib.rc_context(_STYLE):
-        height = 0.7 + 0.4 * rows + 0.3 * len(names) * rows
-        figure = Figure(figsize=(2.4 + 2.2 * columns, height))
-        panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
-        for panel, workload in zip(panels.flat, workloads, strict=False):
-            _draw_bars(panel, results, workload, bars, scale)
-        for panel in panels.flat[len(workloads) :]:
-            panel.set_axis_off()
-        for first in panels[:, 0]:
-            first.set_yticks(range(len(names)), names)
-            for label, name in zip(first.get_yticklabels(), names, strict=True):
-                label.set_fontweight("bold" if name in OURS else "normal")
-        figure.suptitle(
-            f"{title}, {unit} (lower is better; dashed: floor)", x=0.01, ha="left", fontsize=11
+        figure = Figure(figsize=(_WIDTH, 0.5 + 0.24 * sum(heights)))
+        columns = min(_PANELS_SIDE_BY_SIDE, len(workloads))
+        panels = figure.subplots(
+            len(groups), columns, squeeze=False, sharey="row", height_ratios=heights
         )
-        _save(figure, path)
+        for row, group, bars in zip(panels, groups, named, strict=True):
+            for panel, workload in zip(row, group, strict=False):
+                _draw_bars(panel, results, workload, bars, scale)
+            for panel in row[len(group) :]:
+                panel.set_axis_off()
+            _name_bars(row[0], list(bars))
+        _save(figure, f"{title}, {unit}{calls} (lower is better; dashed: floor)", path)
 
 
 def layer_chart(records: Sequence[RecordDict], title: str, path: Path) -> None:
@@ -97,13 +156,7 @@ def layer_chart(records: Sequence[RecordDict], title: str, path: Path) -> None:
         axes.set_xlabel("layer")
         _clean(axes)
         _label_ends(axes, sorted(ends))
-        figure.suptitle(
-            f"{title}: relative RMS error of bf16 against Hugging Face's in fp32",
-            x=0.01,
-            ha="left",
-            fontsize=11,
-        )
-        _save(figure, path)
+        _save(figure, f"{title}: relative RMS error of bf16 against Hugging Face's in fp32", path)
 
 
 def fusion_chart(cells: Sequence[Cell], path: Path) -> None:
@@ -120,7 +173,7 @@ def fusion_chart(cells: Sequence[Cell], path: Path) -> None:
     names = list(dict.fromkeys(cell.implementation for cell in shown))
     dims = sorted({cell.head_dim for cell in shown})
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(1 + 2.4 * len(dims), 0.9 + 2.1 * len(names)))
+        figure = Figure(figsize=(_WIDTH, 0.9 + 2.1 * len(names)))
         panels = figure.subplots(len(names), len(dims), squeeze=False, sharex=True, sharey=True)
         for row, name in zip(panels, names, strict=True):
             for panel, head_dim in zip(row, dims, strict=True):
@@ -129,13 +182,11 @@ def fusion_chart(cells: Sequence[Cell], path: Path) -> None:
                 panel.set_title(f"{name}, head_dim {head_dim}", loc="left", fontsize=9)
         for panel in panels[-1]:
             panel.set_xlabel("tokens of a segment")
-        figure.suptitle(
+        _save(
+            figure,
             'Time of fuse="qk" (solid) and "q" (dashed) over that of "none" (below 1 fusing wins)',
-            x=0.01,
-            ha="left",
-            fontsize=11,
+            path,
         )
-        _save(figure, path)
 
 
 def crossover(cells: Sequence[Cell], fuse: str) -> float | None:
@@ -197,15 +248,24 @@ def _draw_bars(
     times = [_fastest(records, names) / scale for names in bars.values()]
     panel.barh(range(len(bars)), times, color=[_COLOURS.get(name, _PEER) for name in bars])
     for row, time in enumerate(times):
-        text = f" {number(time)}" if time else " –"
-        panel.text(time, row, text, va="center", fontsize=8)
+        _label_bar(panel, time, row)
     floors = [record["floor_us"] for record in records.values() if record.get("floor_us")]
     if floors:
         panel.axvline(floors[0] / scale, color=_INK, linewidth=1, linestyle=(0, (3, 2)))
-    panel.set_xlim(0, 1.25 * (max(times) or 1.0))
+    panel.set_title(_size(workload), loc="left", fontsize=9)
+    _leave_names_and_bars(panel, 1.3 * (max(times, default=0) or 1.0))
+
+
+def _label_bar(panel: Axes, time: float, row: int) -> None:
+    """A bar's number at its end, or a dash."""
+    place = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+    panel.annotate(number(time or None), (time, row), **place)
+
+
+def _leave_names_and_bars(panel: Axes, end: float) -> None:
+    panel.set_xlim(0, end)
     panel.set_xticks([])
     panel.tick_params(left=False)
-    panel.set_title(_size(workload), loc="left", fontsize=9)
     _clean(panel)
     panel.spines["bottom"].set_visible(False)
 
@@ -216,11 +276,15 @@ def _size(workload: str) -> str:
     return f"{told} px" if told.isdigit() else told
 
 
-def _bars(names: Sequence[str]) -> dict[str, list[str]]:
-    """The implementations behind each bar, from below; those with one attention share a bar."""
+def _bars(results: Results, shown: Sequence[str], workloads: Sequence[str]) -> dict[str, list[str]]:
+    """The implementations behind each bar of some panels, from below; those with one attention
+    share a bar. Whoever has no time in these, or in most of all the chart's workloads, has none.
+    """
+    timings = {workload: timed(results, workload) for workload in workloads}
     found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(name.partition(" + ")[2] or name, []).append(name)
+    for name in ranking(results, shown):
+        if 2 * sum(name in records for records in timings.values()) >= len(workloads):
+            found.setdefault(name.partition(" + ")[2] or name, []).append(name)
     bars = [
         (alike[0] if len(alike) == 1 else f"rope + {attention}", alike)
         for attention, alike in found.items()
@@ -255,7 +319,8 @@ def _clean(axes: Axes) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def _save(figure: Figure, title: str, path: Path) -> None:
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.tight_layout()
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", facecolor="white", metadata={"Date": None})

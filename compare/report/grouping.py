@@ -50,15 +50,6 @@ def timed(results: Results, workload: str) -> dict[str, RecordDict]:
     return {r["implementation"]: r for r in results.of(workload) if r["median_us"] is not None}
 
 
-def peers(records: dict[str, RecordDict], framework: str) -> list[RecordDict]:
-    """Of a workload's records those of others than ours, in one framework."""
-    return [
-        record
-        for name, record in records.items()
-        if record.get("framework") == framework and name not in OURS
-    ]
-
-
 def ranking(results: Results, workloads: Sequence[str]) -> list[str]:
     """Implementations with a timing: ours, then peers by speed on the last workload they ran."""
     speed: dict[str, float] = {}

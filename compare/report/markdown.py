@@ -1,6 +1,6 @@
 """Markdown: tables, why numbers are missing, and where the numbers that are there come from."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from compare.common.result_files import Results
 
@@ -10,6 +10,11 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     rule = ["---", *["---:"] * (len(headings) - 1)]
     lines = [[cell.replace("|", r"\|") for cell in cells] for cells in [headings, rule, *rows]]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def speedup(ratio: float) -> str:
+    """A peer's time over ours, as "2.1x"; near 1 a second digit decides who is faster."""
+    return f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x"
 
 
 def notes(results: Results) -> list[str]:
@@ -27,24 +32,23 @@ def notes(results: Results) -> list[str]:
     return lines
 
 
-def provenance(parts: Sequence[Results]) -> str:
-    """What the parts were measured on, with what and when, the ceilings of each run, its note."""
-    software: dict[str, list[str]] = {}
-    for results in parts:
-        packages = ", ".join(f"{name} {version}" for name, version in results.versions.items())
-        used = f"{results.device}, driver {results.driver or 'unknown'}, {packages}"
-        software.setdefault(used, []).append(_run(results))
-    lines = [f"{'; '.join(runs)}: {used}." for used, runs in software.items()]
-    lines += [f"{results.part.capitalize()}: {results.note}" for results in parts if results.note]
-    return "<br>\n".join(lines)
-
-
-def _run(results: Results) -> str:
-    told = [results.date[:10]]
+def measured_line(results: Results) -> str:
+    """When a part was measured, what the GPU made in its run, and what else was noted of it."""
+    told = [f"Measured {results.date[:10]}"]
     if results.ceilings:
         told += [
             f"copy of 94 MiB {results.ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
             f"of 1 GiB {results.ceilings['large_copy_bytes_per_s'] / 1e12:.2f}",
             f"bf16 products {results.ceilings['matrix_flops_per_s'] / 1e12:.0f} TFLOP/s",
         ]
-    return f"{results.part} ({', '.join(told)})"
+    return f"{'; '.join(told)}. {results.note}".strip()
+
+
+def software(parts: Mapping[str, Results]) -> str:
+    """Driver and versions that the parts were measured with, one line for each set of them."""
+    found: dict[str, list[str]] = {}
+    for part, results in parts.items():
+        packages = ", ".join(f"{name} {version}" for name, version in results.versions.items())
+        used = f"driver {results.driver or 'unknown'}, {packages}"
+        found.setdefault(used, []).append(part)
+    return "<br>\n".join(f"{', '.join(names)}: {used}." for used, names in found.items())

@@ -1,32 +1,28 @@
-"""The report: Markdown and charts from result files, for a file of its own and for the README."""
+"""The reports: Markdown and charts from result files, for each device and for the README.
+
+`write_report` writes <device>/report.md beside each device's files, and a summary of them all that
+links these. `update_readme` renews what a README shows of it.
+"""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from compare.bench.fusion_table import best_table, cells_of, times_table, verdict_line
+from compare.bench.fusion_table import cells_of, times_table, verdict_line
 from compare.common import result_files
 from compare.common.errors import InputError, UnavailableError
 from compare.common.result_files import Results
-from compare.report import markdown
-from compare.report.check_tables import agreement_line, layer_table, trust_line, trust_table
+from compare.report import markdown, tables
 from compare.report.grouping import RecordDict, families, layer_families, ranking
-from compare.report.summary import glance_table
-from compare.report.timing_tables import (
-    device_table,
-    group_table,
-    rate_table,
-    ratio_table,
-    resource_table,
-    row_table,
-    timing_table,
-)
+from compare.report.summary import hero_bars, summary_sentences, summary_table
 from compare.workloads.towers import TOWERS
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-GLANCE_BEGIN, GLANCE_END = "<!-- glance:begin -->", "<!-- glance:end -->"
-REPORT = "report.md"  # its name in a directory of results
-PARTS = ("agreement", "trust", "kernels", "fusion", "towers", "integration")
+REPORT = "report.md"  # its name in a directory of results, and in that of each device
+PARTS = ("agreement", "stress", "kernels", "fusion", "towers", "integration")
+_FORMER_NAMES = {"stress": "trust"}  # of a part and its file
+_HERO = "hero.svg"
+_NOTES = "notes/README.md"  # what somebody wrote about the results beside it
 
 _SPREAD = (
     "Spread: 90th - 10th percentile over the median; it and the error are the largest of a row."
@@ -35,21 +31,21 @@ _METHODS = {
     "kernels": "PyTorch's times are CUDA-graph replays, JAX's the profiler's sum of a call's "
     "kernels without the gaps between them. Inputs rotate past the L2 cache. Floor: the bytes that "
     "must move at the rate of a copy of 94 MiB, as many as the windows of 1344 px move, or the "
-    "products at the matrix rate, whichever takes longer. In brackets: share of the floor, or "
-    "times as long as ours of the same framework. "
-    f"{_SPREAD} PyTorch's samples are means over some 3 ms of replays, JAX's are single calls, "
-    "which spread more.",
-    "fusion": "Of about 9,216 tokens in all, by head_dim and tokens of a segment. Clocks as in the "
-    'kernels\' tables. In the chart a ring marks where "qk" begins to take longer than "none", the '
-    'grey line the longest segment for which "auto" takes it.',
+    "products at the matrix rate, whichever takes longer. In brackets: share of the floor, or the "
+    f"speedup of ours of the same framework. {_SPREAD} PyTorch's samples are means over some 3 ms "
+    "of replays, JAX's are single calls, which spread more. pallas / triton is by the profiler for "
+    "both.",
+    "fusion": "Of about 9,216 tokens in all, by head_dim and tokens of a segment, the fastest way "
+    'in bold. Clocks as in the kernels\' tables. In the chart a ring marks where "qk" begins to '
+    'take longer than "none", the grey line the longest segment for which "auto" takes it.',
     "towers": "Random weights at the published sizes. Wall time of whole calls, inputs on the GPU, "
     "each waited for; of calls in a row only the last is. The first call of a size, which compiles "
     "and plans, stands by itself. Floor: all products at the matrix rate and the windows' bytes at "
-    "the copy bandwidth. In brackets: share of the floor, or times as long as ours of the same "
+    "the copy bandwidth. In brackets: share of the floor, or the speedup of ours of the same "
     f"framework. {_SPREAD}",
     "integration": "Weights, wall time of whole calls and floor as for the towers. "
     "`accelerate(model)` as it is, and with every block compiled by torch.compile. In brackets: "
-    f"share of the floor, or times as long as accelerated. {_SPREAD}",
+    f"share of the floor, or the speedup of the accelerated tower. {_SPREAD}",
 }
 _ROTATIONS = 'In the chart "rope + ..." is the faster of the rotations before that attention.'
 # What has to be known of one family alone.
@@ -59,19 +55,28 @@ _REMARKS = {
     "rotate": 'Pallas\' pass is timed within a call with `fuse="none"`, whose error stands here. '
     "A negation in place, where there is one, is PyTorch's, of as many bytes in one piece.",
 }
-_RATIOS = "pallas / triton is by the profiler for both."
-# Beside the tables of times, what stands in the report alone.
-_KERNEL_DETAILS = (ratio_table,)
-_TOWER_DETAILS = (row_table, device_table, rate_table, group_table, resource_table)
-# What a README has: charts of the main families, and a table of these.
-_DETAIL_FAMILIES = {"windows_other", "frames_other", "rotate"}
-_README_TABLES = {"windows", "frames", "tower"}
+_TIMING_TABLES = {
+    "kernels": (tables.timing_table, tables.ratio_table),
+    "towers": (
+        tables.timing_table,
+        tables.row_table,
+        tables.device_table,
+        tables.rate_table,
+        tables.group_table,
+        tables.resource_table,
+    ),
+}
 _MODELS = {
     "tower": "Qwen2.5-VL 7B",
     "qwen2-tower": "Qwen2-VL 7B",
     "qwen3-tower": "Qwen3-VL 8B",
 }
 _TITLES = {
+    "agreement": "Agreement",
+    "stress": "Under stress",
+    "kernels": "Kernels",
+    "fusion": "How much of the rotation to fuse",
+    "towers": "Towers",
     "windows": "Windowed attention, one layer, RoPE included",
     "frames": "Whole-frame attention, one layer, RoPE included",
     "windows_other": "Windowed attention, other shapes",
@@ -81,13 +86,17 @@ _TITLES = {
     "integration": "Hugging Face's tower of Qwen2.5-VL 7B, untouched and accelerated",
 }
 
+_Parts = Mapping[str, Results]
+# Title, chart and text of a part's section; without a title it is the part's only one.
+_Section = tuple[str, str | None, str]
+
 
 def write_report(directory: Path, out: Path) -> Path:
-    """Draw the charts beside the result files and write the report.
+    """Draw the charts and write a report beside each device's result files, and one of them all.
 
     Args:
         directory: holds a directory for each device, each with the parts' JSON files.
-        out: the Markdown file to write.
+        out: the Markdown file to write with each device's summary and a link to its report.
 
     Returns:
         `out`.
@@ -99,13 +108,42 @@ def write_report(directory: Path, out: Path) -> Path:
     result_files.check_writable(out)
     for folder, parts in devices.items():
         _draw(folder, parts)
-    sections = "\n\n".join(_section(f, p, out.parent, full=True) for f, p in devices.items())
-    result_files.write_text(f"# Results\n\n{sections}\n", out)
+        result_files.write_text(device_report(folder, parts), folder / REPORT)
+    result_files.write_text(overview(devices, out.parent), out)
     return out
 
 
+def overview(devices: Mapping[Path, _Parts], base: Path) -> str:
+    """Each device's summary and a link to its report; `base` is the directory of this one."""
+    lines = ["# Results"]
+    for folder, parts in devices.items():
+        link = f"[Everything measured on it]({_link(folder / REPORT, base)})"
+        lines += [f"## {_device(parts)}", summary_table(parts), _checks(parts), link]
+    if (base / _NOTES).is_file():
+        lines += ["## Notes", f"[What is reached, what is missed, and what was tried]({_NOTES})"]
+    return "\n\n".join(filter(None, lines)) + "\n"
+
+
+def device_report(folder: Path, parts: _Parts) -> str:
+    """One device's report: all that was measured, with the charts that lie in its directory."""
+    lines = [f"# Results of {_device(parts)}", summary_table(parts)]
+    if (folder / _HERO).is_file():
+        lines.append(f"![Towers' time]({_HERO})")
+    for part, measured in parts.items():
+        lines += [f"## {_title(part)}", markdown.measured_line(measured)]
+        for title, chart, text in _BODIES.get(part, _timings)(measured):
+            lines.append(f"### {title}" if title else "")
+            if chart is not None and (folder / chart).is_file():
+                lines.append(f"![{title or _title(part)}]({chart})")
+            lines.append(text)
+        if part != "stress" and (reasons := markdown.notes(measured)):
+            lines.append("Without a number, and why:\n\n" + "\n".join(reasons))
+    lines += ["## Software", markdown.software(parts)]
+    return "\n\n".join(filter(None, lines)) + "\n"
+
+
 def update_readme(readme: Path, directory: Path, report: Path) -> None:
-    """Renew what stands between the markers of a README: results, and at its top a glance at them.
+    """Renew what stands between the markers of a README.
 
     Args:
         readme: the file to renew.
@@ -115,10 +153,7 @@ def update_readme(readme: Path, directory: Path, report: Path) -> None:
     Raises:
         InputError: the README cannot be read or lacks the results' markers, or there are none.
     """
-    text = read_readme(readme)
-    text = _renewed(text, BEGIN, END, readme_block(readme, directory, report))
-    text = _renewed(text, GLANCE_BEGIN, GLANCE_END, glance_block(directory))
-    result_files.write_text(text, readme)
+    result_files.write_text(renewed(read_readme(readme), readme, directory, report), readme)
 
 
 def read_readme(readme: Path) -> str:
@@ -133,45 +168,57 @@ def read_readme(readme: Path) -> str:
         raise InputError(
             f"cannot read {readme}: {getattr(error, 'strerror', None) or error}"
         ) from None
-    if END not in text.partition(BEGIN)[2]:
-        raise InputError(f"{readme} has no {BEGIN} followed by {END}")
+    begin, end = markers("results")
+    if end not in text.partition(begin)[2]:
+        raise InputError(f"{readme} has no {begin} followed by {end}")
     return text
 
 
-def _renewed(text: str, begin: str, end: str, block: str) -> str:
-    """The text with another block between two markers, if they are there."""
-    before, begun, rest = text.partition(begin)
-    _, ended, after = rest.partition(end)
-    return f"{before}{begin}\n{block}\n{end}{after}" if begun and ended else text
+def markers(block: str) -> tuple[str, str]:
+    """What stands before and behind a block of a README that is generated."""
+    return f"<!-- {block}:begin -->", f"<!-- {block}:end -->"
 
 
-def glance_block(directory: Path) -> str:
-    """What belongs at the top of a README: one table, of the device with the most timings.
+def renewed(text: str, readme: Path, directory: Path, report: Path) -> str:
+    """A README's text with each of the blocks that it has renewed.
 
-    Raises:
-        InputError: no results, or one that cannot be read.
-    """
-    return glance_table(next(iter(read_devices(directory).values())))
-
-
-def readme_block(readme: Path, directory: Path, report: Path) -> str:
-    """What belongs between the markers of a README: tables and charts.
-
-    The main ones of the device with the most timings, a glance at others, and links to the report,
-    which has all the rest.
+    `summary` is the hero chart and the table, `results` the sentences, a chart and links, `checks`
+    the outcome of agreement and stress; all of the device with the most timings.
 
     Args:
+        text: what the README holds now.
         readme, directory, report: as of `update_readme`.
 
     Raises:
         InputError: no results, or one that cannot be read.
     """
-    (folder, parts), *others = read_devices(directory).items()
-    link = f"[All of it]({_link(report, readme.parent)})"
-    sections = [_section(folder, parts, readme.parent, full=False), link]
-    for _, measured in others:
-        sections += [f"### {_device(measured)}", glance_table(measured), link]
-    return "\n\n".join(filter(None, sections))
+    folder, parts = next(iter(read_devices(directory).items()))
+
+    def chart(title: str, name: str) -> str:
+        path = folder / name
+        return f"![{title}]({_link(path, readme.parent)})" if path.is_file() else ""
+
+    own, others = (_link(path, readme.parent) for path in (folder / REPORT, report))
+    links = f"[Everything measured on the {_device(parts)}]({own}); [all devices]({others})."
+    blocks = {
+        "summary": (chart("Towers' time beside Hugging Face's", _HERO), summary_table(parts)),
+        "results": (summary_sentences(parts), chart(_title("tower"), "tower.svg"), links),
+        "checks": (_checks(parts),),
+    }
+    for name, lines in blocks.items():
+        begin, end = markers(name)
+        before, begun, rest = text.partition(begin)
+        _, ended, after = rest.partition(end)
+        if begun and ended:
+            block = "\n\n".join(filter(None, lines))
+            text = f"{before}{begin}\n{block}\n{end}{after}"
+    return text
+
+
+def _checks(parts: _Parts) -> str:
+    lines = {"agreement": tables.agreement_line, "stress": tables.stress_line}
+    told = [f"- {_title(p)}: {line(parts[p])}" for p, line in lines.items() if p in parts]
+    return "\n".join(told)
 
 
 def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
@@ -183,15 +230,12 @@ def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
     """
     found: dict[Path, dict[str, Results]] = {}
     for folder in sorted(path for path in directory.glob("*") if path.is_dir()):
-        paths = {part: folder / f"{part}.json" for part in PARTS}
-        parts = {part: result_files.read(path) for part, path in paths.items() if path.is_file()}
+        parts = {part: measured for part in PARTS if (measured := _read_part(folder, part))}
         for part, measured in parts.items():
-            if measured.part != part:
-                raise InputError(f"{paths[part]} holds results of {measured.part}, not of {part}")
             if measured.device != _device(parts):
                 raise InputError(
-                    f"{paths[part]} is of {measured.device}, but others in its folder are of "
-                    f"{_device(parts)}: a folder holds one device's results"
+                    f"{folder / part}.json is of {measured.device}, but others in its folder are "
+                    f"of {_device(parts)}: a folder holds one device's results"
                 )
         if parts:
             found[folder] = parts
@@ -202,92 +246,76 @@ def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
     return {folder: found[folder] for folder in first}
 
 
-def _weight(parts: dict[str, Results]) -> tuple[int, str]:
+def _read_part(folder: Path, part: str) -> Results | None:
+    """A part's results, also from a file of its former name; None where there is none."""
+    names = [part, _FORMER_NAMES.get(part, part)]
+    path = next((p for name in names if (p := folder / f"{name}.json").is_file()), None)
+    if path is None:
+        return None
+    measured = result_files.read(path)
+    if measured.part not in names:
+        raise InputError(f"{path} holds results of {measured.part}, not of {part}")
+    return replace(measured, part=part)
+
+
+def _weight(parts: _Parts) -> tuple[int, str]:
     """Of a device: how many timings there are, and when its newest file was made."""
     records = (record for measured in parts.values() for record in measured.records)
     timings = sum(record["median_us"] is not None for record in records)
     return timings, max(measured.date for measured in parts.values())
 
 
-def _section(folder: Path, parts: dict[str, Results], base: Path, full: bool) -> str:
-    """One device's results; `base` is where the Markdown file lies that links the charts."""
-    level = "##" if full else "###"  # a README has a heading of its own above
-    lines = [f"{level} {_device(parts)}"]
-    bodies = {"agreement": _agreement, "trust": _trust, "fusion": _fusion}
-    for part, measured in parts.items():
-        body = bodies.get(part, _timings)
-        for title, chart, text in body(measured, full):
-            drawn = chart is not None and (folder / chart).is_file()
-            if drawn or text:
-                lines.append(f"{level}# {title}")
-            if drawn:
-                lines.append(f"![{title}]({_link(folder / chart, base)})")
-            if text:
-                lines.append(text)
-        if full and part != "trust" and (reasons := markdown.notes(measured)):
-            lines.append("Without a number, and why:\n\n" + "\n".join(reasons))
-    lines.append(f"<sub>{_provenance(parts)}</sub>")
-    return "\n\n".join(lines)
-
-
-def _device(parts: dict[str, Results]) -> str:
+def _device(parts: _Parts) -> str:
     return next(iter(parts.values())).device
-
-
-def _provenance(parts: dict[str, Results]) -> str:
-    return markdown.provenance(list(parts.values()))
 
 
 def _link(path: Path, base: Path) -> str:
     return Path(os.path.relpath(path, base)).as_posix()
 
 
-def _agreement(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
-    yield "Agreement", None, agreement_line(measured)
-    if not full:
-        return
+def _agreement(measured: Results) -> Iterator[_Section]:
+    yield "", None, tables.agreement_line(measured)
     for family, records in layer_families(measured).items():
         title = f"{_tower_title(family, records)}, layer by layer"
-        yield title, f"{family}-layers.svg", layer_table(records)
+        yield title, f"{family}-layers.svg", tables.layer_table(records)
 
 
-def _trust(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
-    yield "Under stress", None, trust_table(measured) if full else trust_line(measured)
+def _stress(measured: Results) -> Iterator[_Section]:
+    yield "", None, tables.stress_table(measured)
 
 
-def _fusion(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
+def _fusion(measured: Results) -> Iterator[_Section]:
     cells = cells_of(measured.records)
-    texts = [verdict_line(cells)]
-    if full:
-        texts += [markdown.table(*best_table(cells)), markdown.table(*times_table(cells))]
-    texts.append(_METHODS["fusion"])
-    yield "How much of the rotation to fuse", "fusion.svg", "\n\n".join(texts)
+    table = markdown.table(*times_table(cells, best="**{}**"))
+    texts = verdict_line(cells), table, _METHODS["fusion"]
+    yield "", "fusion.svg", "\n\n".join(texts)
 
 
-def _timings(measured: Results, full: bool) -> Iterator[tuple[str, str | None, str]]:
-    method = _METHODS[measured.part]  # told once, below the first tables
-    if full and measured.part == "kernels":
-        method = f"{method} {_RATIOS}"
+_BODIES: dict[str, Callable[[Results], Iterator[_Section]]] = {
+    "agreement": _agreement,
+    "stress": _stress,
+    "fusion": _fusion,
+}
+
+
+def _timings(measured: Results) -> Iterator[_Section]:
+    of_part = _TIMING_TABLES.get(measured.part, _TIMING_TABLES["towers"])
+    yield "", None, _METHODS[measured.part]
     for family, workloads in families(measured).items():
-        if family in _DETAIL_FAMILIES and not full:
-            continue
-        details = _KERNEL_DETAILS if measured.part == "kernels" else _TOWER_DETAILS
-        tables = (timing_table, *details) if full else (timing_table,)
-        texts = []
-        if full or family in _README_TABLES:
-            texts = [table(measured, workloads) for table in tables]
-            texts.append(f"{method} {_REMARKS.get(family, '')}".strip())
-            method = ""
-        yield _title(family), f"{family}.svg", "\n\n".join(filter(None, texts))
+        texts = [table(measured, workloads) for table in of_part]
+        texts.append(_REMARKS.get(family, ""))
+        title = "" if family == measured.part else _title(family)
+        yield title, f"{family}.svg", "\n\n".join(filter(None, texts))
 
 
-def _draw(folder: Path, parts: dict[str, Results]) -> None:
+def _draw(folder: Path, parts: _Parts) -> None:
     try:
         from compare.report import charts
     except ImportError:
         raise UnavailableError(
             "charts need Matplotlib: pip install '.[compare]' in the clone"
         ) from None
+    charts.hero_chart(hero_bars(parts), _device(parts), folder / _HERO)
     for part, measured in parts.items():
         if part == "agreement":
             for family, records in layer_families(measured).items():
@@ -295,7 +323,7 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
                 charts.layer_chart(records, _tower_title(family, records), path)
         elif part == "fusion":
             charts.fusion_chart(cells_of(measured.records), folder / "fusion.svg")
-        elif part != "trust":
+        elif part != "stress":
             for family, workloads in families(measured).items():
                 path = folder / f"{family}.svg"
                 if ranking(measured, workloads):
@@ -304,8 +332,8 @@ def _draw(folder: Path, parts: dict[str, Results]) -> None:
                     path.unlink(missing_ok=True)  # an earlier run's
 
 
-def _title(family: str) -> str:
-    return _TITLES.get(family, family)
+def _title(name: str) -> str:
+    return _TITLES.get(name, name)
 
 
 def _tower_title(family: str, records: Sequence[RecordDict]) -> str:

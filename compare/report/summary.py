@@ -1,23 +1,101 @@
-"""The numbers that a reader wants first: one table for the top of a README."""
+"""The numbers that a reader wants first: a table, three sentences, the bars of the hero chart."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from compare.common.console import number
 from compare.common.result_files import Results
-from compare.report.grouping import KERNELS, RecordDict, peers, timed
-from compare.report.markdown import table
+from compare.report.grouping import KERNELS, OURS, RecordDict, timed
+from compare.report.markdown import speedup, table
 
-_SIZES = ("448", "672", "896", "1344")
-_FRAMEWORKS = ("torch", "jax")
-_TOWERS = ("torch", "flax")
+SIZES = ("448", "672", "896", "1344")
 _UNKNOWN = "– / –"
 
-# Of a workload's records, the times that ours of a framework is set against, in microseconds.
-_Rivals = Callable[[dict[str, RecordDict], str], list[float]]
+
+@dataclass(frozen=True)
+class _Subject:
+    """Something of ours in PyTorch and JAX, and whom it is set against.
+
+    Attributes:
+        key: which time of a record counts.
+        unit_us: microseconds of the unit in which the table has it.
+        rivals: by the title of their row, how their names start and which time counts. With no
+            name, all libraries of the same framework.
+    """
+
+    part: str
+    family: str
+    twins: tuple[str, str]
+    title: str
+    key: str
+    unit_us: float
+    rivals: Mapping[str, tuple[str, str]]
+
+    def columns(self, parts: Mapping[str, Results]) -> list[dict[str, RecordDict]]:
+        """The records at each size by implementation."""
+        results = parts.get(self.part)
+        return [timed(results, f"{self.family}-{s}") if results else {} for s in SIZES]
+
+    def ours_us(self, records: dict[str, RecordDict]) -> list[float | None]:
+        """The time of each twin."""
+        return [records.get(name, {}).get(self.key) for name in self.twins]
+
+    def speedups(self, records: dict[str, RecordDict], rival: str) -> list[float | None]:
+        """How much faster each twin is than the fastest of some rivals."""
+        return [
+            theirs / ours
+            if ours and (theirs := self.fastest_us(records, rival, framework))
+            else None
+            for ours, framework in zip(self.ours_us(records), ("torch", "jax"), strict=True)
+        ]
+
+    def fastest_us(
+        self, records: dict[str, RecordDict], rival: str, framework: str
+    ) -> float | None:
+        """The least time of some rivals."""
+        start, key = self.rivals[rival]
+        times_us = (
+            record.get(key)
+            for name, record in records.items()
+            if (name.startswith(start) if start else record.get("framework") == framework)
+            and name not in OURS
+        )
+        return min(filter(None, times_us), default=None)
 
 
-def glance_table(parts: Mapping[str, Results]) -> str:
-    """Times of ours at four sizes, PyTorch's / JAX's, and how many times longer others take.
+_SDPA = "speedup over Hugging Face, SDPA (its default)"
+_FLASH = "speedup over Hugging Face, flash attention"
+_LIBRARIES = "speedup over the fastest library"
+_TOWERS = _Subject(
+    "towers",
+    "tower",
+    ("torch", "flax"),
+    "vision tower of Qwen2.5-VL 7B: PyTorch / Flax, ms",
+    "row_us",
+    1e3,
+    {
+        _SDPA: ("Hugging Face SDPA", "row_us"),
+        _FLASH: ("Hugging Face FA", "row_us"),
+        "speedup over its kernels alone, SDPA": ("Hugging Face SDPA", "profiler_us"),
+        "speedup over its kernels alone, flash attention": ("Hugging Face FA", "profiler_us"),
+    },
+)
+_WINDOWS, _FRAMES = (
+    _Subject(
+        "kernels",
+        family,
+        KERNELS,
+        f"attention {where}, one layer: Triton / Pallas, µs",
+        "median_us",
+        1.0,
+        {_LIBRARIES: ("", "median_us")},
+    )
+    for family, where in (("windows", "in windows of 64"), ("frames", "over the whole image"))
+)
+
+
+def summary_table(parts: Mapping[str, Results]) -> str:
+    """Times of ours at four sizes, PyTorch's / JAX's, and their speedups over others.
 
     Args:
         parts: of one device, by name.
@@ -25,71 +103,73 @@ def glance_table(parts: Mapping[str, Results]) -> str:
     Returns:
         A Markdown table; empty where neither towers nor kernels are on record.
     """
-    rows: list[list[str]] = []
-    if towers := parts.get("towers"):
-        title = "vision tower of Qwen2.5-VL 7B, calls in a row: PyTorch / Flax, ms"
-        rivals = {
-            f"Hugging Face's, {attention}: times as long": _named(f"Hugging Face {name}", key)
-            for attention, name, key in (
-                ("flash attention", "FA", "row_us"),
-                ("flash attention, its kernels alone", "FA", "profiler_us"),
-                ("SDPA, its default", "SDPA", "row_us"),
-                ("SDPA, its kernels alone", "SDPA", "profiler_us"),
-            )
-        }
-        rows += _rows(towers, "tower", _TOWERS, "row_us", 1e3, title, rivals)
-    if kernels := parts.get("kernels"):
-        rivals = {"the fastest library, with rotation: times as long": _libraries}
-        for family, where in (("windows", "in windows of 64"), ("frames", "over the whole image")):
-            title = f"attention {where}, one layer: Triton / Pallas, µs"
-            rows += _rows(kernels, family, KERNELS, "median_us", 1.0, title, rivals)
+    rows = [row for subject in (_TOWERS, _WINDOWS, _FRAMES) for row in _rows(subject, parts)]
     if not rows:
         return ""
     device = next(iter(parts.values())).device
-    return table([f"{device}, bf16", *(f"{size} px" for size in _SIZES)], rows)
+    return table([f"{device}, bf16", *(f"{size} px" for size in SIZES)], rows)
 
 
-def _named(start: str, key: str) -> _Rivals:
-    """Times of the implementations whose names start so; `key` tells which time."""
-    return lambda records, _: [
-        r[key] for name, r in records.items() if name.startswith(start) and key in r
-    ]
+def _rows(subject: _Subject, parts: Mapping[str, Results]) -> Iterator[list[str]]:
+    """Ours and a row for each kind of rival, those on record."""
+    columns = subject.columns(parts)
+    times = [[number(t and t / subject.unit_us) for t in subject.ours_us(c)] for c in columns]
+    told = {f"**{subject.title}**": [f"**{' / '.join(pair)}**" for pair in times]}
+    for rival in subject.rivals:
+        ratios = [subject.speedups(records, rival) for records in columns]
+        told[rival] = [" / ".join(speedup(r) if r else "–" for r in pair) for pair in ratios]
+    for title, cells in told.items():
+        if {cell.strip("*") for cell in cells} != {_UNKNOWN}:
+            yield [title, *cells]
 
 
-def _libraries(records: dict[str, RecordDict], framework: str) -> list[float]:
-    return [record["median_us"] for record in peers(records, framework)]
+def summary_sentences(parts: Mapping[str, Results]) -> str:
+    """A sentence on towers, on windows and on whole images, of what is on record.
+
+    Each tells the least speedup at the four sizes: none is the choice of the best one.
+    """
+    libraries = (
+        "the speedup over the fastest library, which rotates beforehand, is at least {} in PyTorch "
+        "and {} in JAX."
+    )
+    told = {
+        "**Towers**: the speedup over Hugging Face's is at least {} with SDPA, its default, and at "
+        "least {} with flash attention.": [
+            min(filter(None, _least(_TOWERS, parts, rival)), default=None)
+            for rival in (_SDPA, _FLASH)
+        ],
+        f"**Attention in windows**: {libraries}": _least(_WINDOWS, parts, _LIBRARIES),
+        f"**Attention over whole images**: {libraries}": _least(_FRAMES, parts, _LIBRARIES),
+    }
+    return "\n".join(
+        f"- {text.format(*map(speedup, ratios))}" for text, ratios in told.items() if all(ratios)
+    )
 
 
-def _rows(
-    results: Results,
-    family: str,
-    twins: tuple[str, str],
-    key: str,
-    unit_us: float,
-    title: str,
-    rivals: Mapping[str, _Rivals],
-) -> Iterator[list[str]]:
-    """Ours and a row for each kind of rival, those on record; `key` tells which time is ours."""
-    columns = [timed(results, f"{family}-{size}") for size in _SIZES]
-
-    def pair(records: dict[str, RecordDict], rivals_of: _Rivals | None) -> str:
-        cells = []
-        for name, framework in zip(twins, _FRAMEWORKS, strict=True):
-            own_us = records.get(name, {}).get(key)
-            if rivals_of is None:
-                cells.append(number(own_us and own_us / unit_us))
-                continue
-            times_us = rivals_of(records, framework)
-            known = own_us is not None and times_us
-            cells.append(_times(min(times_us) / own_us) if known else "–")
-        return " / ".join(cells)
-
-    for label, rivals_of in {f"**{title}**": None, **rivals}.items():
-        cells = [pair(records, rivals_of) for records in columns]
-        if set(cells) != {_UNKNOWN}:
-            yield [label, *(f"**{cell}**" if rivals_of is None else cell for cell in cells)]
+def _least(subject: _Subject, parts: Mapping[str, Results], rival: str) -> list[float | None]:
+    """The least speedup at any size, of each twin."""
+    sizes = [subject.speedups(records, rival) for records in subject.columns(parts)]
+    return [min(filter(None, ratios), default=None) for ratios in zip(*sizes, strict=True)]
 
 
-def _times(ratio: float) -> str:
-    """Near 1 a second digit decides who is faster."""
-    return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"
+def hero_bars(parts: Mapping[str, Results]) -> dict[str, list[tuple[float, float | None]]]:
+    """Towers at the four sizes: milliseconds, and for others the PyTorch tower's speedup over them.
+
+    Returns:
+        A list of four by what a bar is called, ours first; empty where a time is not on record.
+    """
+    bars: dict[str, list[tuple[float, float | None]]] = {}
+    for records in _TOWERS.columns(parts):
+        torch_us, flax_us = _TOWERS.ours_us(records)
+        times_us = {
+            "ours, PyTorch": torch_us,
+            "ours, Flax": flax_us,
+            "Hugging Face, flash attention": _TOWERS.fastest_us(records, _FLASH, "torch"),
+            "Hugging Face, SDPA": _TOWERS.fastest_us(records, _SDPA, "torch"),
+        }
+        if not all(times_us.values()):
+            return {}
+        for name, us in times_us.items():
+            faster = None if name.startswith("ours") else us / torch_us
+            bars.setdefault(name, []).append((us / 1e3, faster))
+    return bars

@@ -178,7 +178,7 @@ def _no_cublas_workspace() -> Iterator[None]:
 
     With a workspace some products deal out their tiles by a counter in it, which a fill has to zero
     before each. They are no faster for it, and in a graph the kernels around the fill are 4 to 6 us
-    apart instead of 0.3 to 0.6 (compare/results/nvidia-h200/torch-calls.json).
+    apart instead of 0.3 to 0.6 (compare/results/notes/host.md).
     """
     with _cublas_lock:
         before = _set_workspace(0)

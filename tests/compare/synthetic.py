@@ -40,7 +40,7 @@ def write_all(directory: Path) -> None:
     """The files of all parts of one device."""
     for part, records in {
         "agreement": agreement_records(),
-        "trust": trust_records(),
+        "stress": stress_records(),
         "kernels": timing_records(("windows", "frames"), KERNELS),
         "fusion": fusion_records(),
         "towers": timing_records(("tower", "qwen3-tower"), TOWERS),
@@ -51,7 +51,7 @@ def write_all(directory: Path) -> None:
 
 
 def as_results(part: str, records: list[Record]) -> Results:
-    ceilings = None if part in ("agreement", "trust") else CEILINGS
+    ceilings = None if part in ("agreement", "stress") else CEILINGS
     return replace(result_files.collect(part, records, ceilings), device=DEVICE)
 
 
@@ -130,7 +130,7 @@ def agreement_records() -> list[Record]:
     return records
 
 
-def trust_records() -> list[Record]:
+def stress_records() -> list[Record]:
     """One check of both kernels, the second of which fails."""
 
     def record(name, findings):

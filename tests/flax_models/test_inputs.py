@@ -54,7 +54,7 @@ def test_calls_in_a_row_and_from_threads_read_the_patches_of_each(tmp_path):
     """Of the 7B's width, so that the GPU is still busy when the next patches come.
 
     Patches in pinned memory, fetched by the program, fail here: JAX 0.11.2 frees that memory before
-    the program has read it (compare/results/nvidia-h200/uploads.json).
+    the program has read it (compare/results/notes/host.md).
     """
     config = VisionConfig(depth=4, out_hidden_size=256, fullatt_block_indexes=(3,))
     tower = load_vision_tower(write_checkpoint(tmp_path, config))

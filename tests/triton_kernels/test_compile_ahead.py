@@ -33,7 +33,7 @@ WAITING_LIMIT = 128
 # Whole images of heads with a tail. They come with launches that `compare tune` chose on an H200
 # with Triton 3.6, where 96 to 112 bytes a thread wait in memory outside of loops. Triton 3.9 leaves
 # up to 200 there, at 72 columns loads three registers again in the loop, and has the products wait
-# for each other; findings.md says what that costs.
+# for each other; compare/results/notes/triton-versions.md says what that costs.
 SERIAL = {
     ("3.9.0", f"sm_90, {variant}")
     for variant in (

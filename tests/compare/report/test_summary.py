@@ -1,11 +1,11 @@
-"""The table at the top of a README, of what is on record and what is not."""
+"""The table and the sentences at the top of a README, of what is on record and what is not."""
 
 from compare.common.result_files import Record
-from compare.report.summary import glance_table
+from compare.report.summary import hero_bars, summary_sentences, summary_table
 from tests.compare import synthetic
 
 
-def test_a_glance_tells_a_little_faster_from_a_little_slower_and_leaves_out_what_is_unknown():
+def test_a_summary_tells_a_little_faster_from_a_little_slower_and_leaves_out_what_is_unknown():
     records = [
         Record("frames-1344", "triton", median_us=930.0, framework="torch"),
         Record("frames-1344", "in-place rope + FA3 varlen", median_us=887.0, framework="torch"),
@@ -13,15 +13,59 @@ def test_a_glance_tells_a_little_faster_from_a_little_slower_and_leaves_out_what
         Record("tower-448", "Hugging Face SDPA", median_us=6e3, row_us=6e3, framework="torch"),
     ]
     parts = {name: synthetic.as_results(name, records) for name in ("towers", "kernels")}
-    text = glance_table(parts)
-    assert "| 0.95 / – |\n" in f"{text}\n"
-    assert "| 2.0 / – |" in text
+    text = summary_table(parts)
+    assert "| 0.95x / – |\n" in f"{text}\n"
+    assert "| 2.0x / – |" in text
     assert "flash attention" not in text
     assert "kernels alone" not in text
 
 
-def test_a_glance_at_results_that_are_missing():
+def test_a_summary_of_results_that_are_missing():
     record = Record("windows-448", "triton", median_us=5.0, framework="torch")
-    lines = glance_table({"kernels": synthetic.as_results("kernels", [record])}).splitlines()
+    lines = summary_table({"kernels": synthetic.as_results("kernels", [record])}).splitlines()
     assert lines[2].endswith("| **5 / –** | **– / –** | **– / –** | **– / –** |")
     assert len(lines) == 3
+
+
+def test_sentences_tell_the_least_speedup_of_any_size():
+    """Which of both frameworks it is of, or which size, does not matter for a tower."""
+    times = {"448": (1.0, 1.1, 8.0), "672": (2.0, 2.5, 9.0)}  # ms of ours and of the others
+    towers = [
+        Record(f"tower-{size}", name, median_us=1e3 * ms, row_us=1e3 * ms, framework=framework)
+        for size, (torch, flax, other) in times.items()
+        for name, framework, ms in (
+            ("torch", "torch", torch),
+            ("flax", "jax", flax),
+            ("Hugging Face SDPA", "torch", other),
+            ("Hugging Face FA2 varlen", "torch", other / 2),
+        )
+    ]
+    kernels = [
+        Record("windows-448", name, median_us=us, framework=framework)
+        for name, framework, us in (
+            ("triton", "torch", 5.0),
+            ("in-place rope + FA2 varlen", "torch", 9.0),
+            ("in-place rope + FA3 varlen", "torch", 8.5),
+        )
+    ]
+    parts = {"towers": synthetic.as_results("towers", towers)}
+    assert summary_sentences(parts).splitlines() == [
+        "- **Towers**: the speedup over Hugging Face's is at least 3.6x with SDPA, its default, "
+        "and at least 1.80x with flash attention."
+    ]
+    assert hero_bars(parts) == {}  # at two of the sizes nothing is on record
+    parts["kernels"] = synthetic.as_results("kernels", kernels)
+    assert "windows" not in summary_sentences(parts)  # JAX has no time
+
+
+def test_the_bars_of_the_hero_chart():
+    records = synthetic.timing_records(("tower",), synthetic.TOWERS)
+    bars = hero_bars({"towers": synthetic.as_results("towers", records)})
+    assert list(bars)[:2] == ["ours, PyTorch", "ours, Flax"]
+    first = {name: tuple(round(value, 2) for value in of[0] if value) for name, of in bars.items()}
+    assert first == {
+        "ours, PyTorch": (2.48,),
+        "ours, Flax": (2.64,),
+        "Hugging Face, flash attention": (13.6, 5.48),
+        "Hugging Face, SDPA": (24.8, 10.0),
+    }

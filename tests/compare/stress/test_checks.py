@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from compare.implementations import huggingface
 from compare.implementations.towers import our_towers
-from compare.report.check_tables import trust_table
+from compare.report.tables import stress_table
 from compare.stress import checks, guards
 from compare.stress import inputs as stress_inputs
 from compare.stress import server as stress_server
@@ -181,7 +181,7 @@ def test_the_table_tells_cases_and_findings():
     )
     assert [good.passed, bad.passed, empty.passed] == [True, False, False]
     assert empty.note == "no case was tried"
-    table = trust_table(synthetic.as_results("trust", [good, bad, server]))
+    table = stress_table(synthetic.as_results("stress", [good, bad, server]))
     assert "| anything | triton 1,234, pallas 10 | nothing wrong; **pallas: 2 findings**" in table
     assert "row 3 is NaN" in table
     assert "| torch 9 | torch: nothing wrong, memory +3 MiB on the host and +0 on" in table
