@@ -114,5 +114,5 @@ class GatedContract:
         product = np.zeros((tokens, 2 * width), ml_dtypes.bfloat16)
         residual = np.zeros((tokens, hidden), ml_dtypes.bfloat16)
         product[-64:], residual[-64:] = rows[0], rows[1]
-        out = self.activate(product, residual, rows[2], EPS, "triton")[-64:]
+        out = self.activate(product, residual, rows[2], EPS, "kernel")[-64:]
         assert relative_error(out, oracle(*rows)) < TOLERANCES["bfloat16"]

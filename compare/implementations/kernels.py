@@ -71,7 +71,7 @@ def our_attention(package: str, max_seqlen: int, **options: Any) -> KernelCall:
         options: `fuse` and `scale` of the public function.
     """
     attend = import_module(package).fused_rope_attention_qkvpacked
-    return partial(attend, max_seqlen=max_seqlen, implementation="triton", **options)
+    return partial(attend, max_seqlen=max_seqlen, implementation="kernel", **options)
 
 
 def _prepare_triton(workload: KernelWorkload, fuse: str) -> KernelCall:

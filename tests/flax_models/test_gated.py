@@ -20,7 +20,7 @@ def run(product, residual, biases, eps, implementation):
 
 
 class TestGatedActivation(GatedContract):
-    implementations = ("reference", "triton", "auto")
+    implementations = ("reference", "kernel", "auto")
 
     @staticmethod
     def activate(product, residual, biases, eps, implementation):
@@ -40,7 +40,7 @@ def test_gradients_are_the_references():
 
     ours, theirs = (
         jax.grad(functools.partial(loss, name), argnums=(0, 1, 2))(product, residual, biases)
-        for name in ("triton", "reference")
+        for name in ("kernel", "reference")
     )
     for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.abs(their).max() > 0
@@ -50,7 +50,7 @@ def test_gradients_are_the_references():
 def test_vmap():
     product, residual, biases = draw(6, 24, 16)
     calls = product.reshape(2, 3, -1), residual.reshape(2, 3, -1)
-    together = jax.vmap(lambda p, s: run(p, s, biases, EPS, "triton"))(*calls)
+    together = jax.vmap(lambda p, s: run(p, s, biases, EPS, "kernel"))(*calls)
     exact = oracle(product, residual, biases)
     assert relative_error(np.asarray(together).reshape(6, -1), exact) < 1e-6
 
@@ -59,7 +59,7 @@ def test_vmap():
 def test_lowers_for_a_gpu_as_one_kernel(dtype):
     product, residual, biases = draw(64, 1280, 3456, dtype)
     with cuda_device(), compiling_by("xla"):  # which leaves the launch legible
-        lowered = run.trace(product, residual, biases, EPS, "triton").lower(
+        lowered = run.trace(product, residual, biases, EPS, "kernel").lower(
             lowering_platforms=("cuda",)
         )
     assert lowered.as_text().count("gpu$xla.gpu.triton") == 1

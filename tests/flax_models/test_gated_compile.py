@@ -27,7 +27,7 @@ def test_nothing_spills(found, tmp_path, dtype):
     with cuda_device():
         for traced in (
             divisors.trace(residual, biases[0]),
-            run.trace(product, residual, biases, EPS, "triton"),
+            run.trace(product, residual, biases, EPS, "kernel"),
         ):
             traced.lower(lowering_platforms=("cuda",))
     assert [kernel.name for kernel in found.kernels] == ["norm_scale_kernel", "gated_kernel"]

@@ -32,7 +32,7 @@ def run_in_one(residual, weight, biases, eps, interpret):
 
 
 class TestGatedProduct(GatedProductContract):
-    implementations = ("reference", "triton", "auto")
+    implementations = ("reference", "kernel", "auto")
     why_not_in_one = None if HAVE_MOSAIC else "the kernel is for JAX 0.11.2 and 0.12"
     has_one_kernel = HAVE_MOSAIC
     row_unit = 8
@@ -108,7 +108,7 @@ def test_gradients_are_the_references(monkeypatch):
     )
     monkeypatch.setattr(gated_product_module, "_is_faster", lambda *_: HAVE_MOSAIC)
     jax.clear_caches()
-    ours = jax.grad(functools.partial(loss, "triton"), argnums=(0, 1, 2))(residual, weight, biases)
+    ours = jax.grad(functools.partial(loss, "kernel"), argnums=(0, 1, 2))(residual, weight, biases)
     jax.clear_caches()
     for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.abs(their).max() > 0
@@ -137,7 +137,7 @@ def test_what_fits_a_tile_lowers_for_a_gpu(tokens, width):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("implementation", ["auto", "triton"])
+@pytest.mark.parametrize("implementation", ["auto", "kernel"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_layers_lower_for_a_gpu_as_the_divisors_and_one_kernel(monkeypatch, dtype, implementation):
     """The kernel for all layers once: each would be compiled for a second. Gate and up are one

@@ -131,7 +131,7 @@ def test_every_way_of_fusing_is_the_one_that_is_called(monkeypatch):
     monkeypatch.setattr(kernels, "has_gpu", lambda: False)  # where all are called once before
     check_kernels([(TINY, (*FUSE, "auto"))])
     assert calls == [
-        (package, fuse, "triton")
+        (package, fuse, "kernel")
         for fuse in (*FUSE, "auto")
         for package in ("triton_kernels", "pallas_kernels")
     ]

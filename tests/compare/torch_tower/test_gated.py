@@ -16,7 +16,7 @@ DEVICE = find_device(None)
 
 class TestGatedActivation(GatedContract):
     implementations = (
-        ("reference", "auto", "triton")
+        ("reference", "auto", "kernel")
         if INTERPRETED or torch.cuda.is_available()
         else ("reference", "auto")
     )

@@ -29,14 +29,14 @@ def numbers(tensor):
 
 class TestGatedProduct(GatedProductContract):
     implementations = (
-        ("reference", "auto", "triton")
+        ("reference", "auto", "kernel")
         if INTERPRETED or torch.cuda.is_available()
         else ("reference", "auto")
     )
 
     why_not_in_one = (
         None
-        if "triton" in implementations
+        if "kernel" in implementations
         else "Triton's kernels run on a GPU, or where TRITON_INTERPRET=1"
     )
     has_one_kernel = True
@@ -79,7 +79,7 @@ def test_what_is_faster_runs(monkeypatch, faster, way):
     monkeypatch.setattr(torch_gated_product, "_is_faster", lambda *_: faster)
     result = torch.ones(5, 8, dtype=torch.float16, device=DEVICE)
     monkeypatch.setattr(torch_gated_product, way, lambda *_: result)
-    out = TestGatedProduct.multiply(*draw(5, 64, 8, "float16"), EPS, "triton")
+    out = TestGatedProduct.multiply(*draw(5, 64, 8, "float16"), EPS, "kernel")
     assert (out == 1).all()
 
 
@@ -98,7 +98,7 @@ def test_any_strides_and_addresses():
     for change in (transposed, unaligned):
         out = in_one_kernel(change(residual), change(weight), biases, EPS)
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
-        out = gated_product(change(residual), change(weight), biases, EPS, "triton")
+        out = gated_product(change(residual), change(weight), biases, EPS, "kernel")
         torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-3)
 
 
