@@ -4,6 +4,7 @@ import argparse
 import io
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -59,16 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=commands.run_everything, part=None, results=None)
     _add_results(parser)
     subparsers = parser.add_subparsers(title="parts", metavar="PART", parser_class=_Parser)
-    _add_part(subparsers, "agreement", commands.run_agreement, "do kernels and towers agree?")
-    kernels = _add_part(
-        subparsers, "kernels", commands.run_kernels, "time the kernels and their peers"
-    )
-    _add_part(
-        subparsers, "fusion", commands.run_fusion, "time every way of fusing, over segment lengths"
-    )
-    tune = _add_part(
-        subparsers, "tune", commands.run_tune, "find the fastest launches for this GPU"
-    )
+    add = partial(_add_part, subparsers)
+    add("agreement", commands.run_agreement, "do kernels and towers agree?")
+    kernels = add("kernels", commands.run_kernels, "time the kernels and their peers")
+    add("fusion", commands.run_fusion, "time every way of fusing, over segment lengths")
+    tune = add("tune", commands.run_tune, "find the fastest launches for this GPU")
     tune.add_argument("--write", action="store_true", help="put them into the kernel packages")
     for flag, choices in (
         ("--package", ("triton", "pallas")),
@@ -77,11 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         tune.add_argument(
             flag, action="append", choices=choices, help="this one only; may be given several times"
         )
-    towers = _add_part(
-        subparsers, "towers", commands.run_towers, "time the towers and Hugging Face's"
-    )
-    integration = _add_part(
-        subparsers,
+    towers = add("towers", commands.run_towers, "time the towers and Hugging Face's")
+    integration = add(
         "integration",
         commands.run_integration,
         "time Hugging Face's tower with and without accelerate",
@@ -94,10 +87,9 @@ def _parser() -> argparse.ArgumentParser:
             help="measure on this workload only; may be given several times. Without --json or "
             "--results nothing is kept then, so that the file of a whole run stays",
         )
-    trust = _add_part(
-        subparsers, "trust", commands.run_trust, "put kernels and towers under stress"
-    )
-    trust.add_argument(
+    stress = add("stress", commands.run_stress, "put kernels and towers under stress")
+    subparsers.choices["trust"] = stress  # its name in earlier versions; no help lists it
+    stress.add_argument(
         "--seconds",
         type=_positive,
         default=120.0,

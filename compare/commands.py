@@ -114,12 +114,12 @@ def run_integration(options: Namespace) -> int:
     return _keep(file, *bench_towers(workloads, [*accelerated_towers(), *peer_towers()]))
 
 
-def run_trust(options: Namespace) -> int:
+def run_stress(options: Namespace) -> int:
     """Put kernels and towers under stress."""
     file = _result_file(options.part, options.json, options.results)
-    from compare.stress.stress import check_trust
+    from compare.stress.checks import check_stress
 
-    records = check_trust(options.seconds)
+    records = check_stress(options.seconds)
     file.save(records)
     failed = [record for record in records if not record.passed]
     if failed:

@@ -3,11 +3,12 @@
 Importing this package imports NumPy but neither JAX nor PyTorch: the tower itself is imported when
 one of its names is first used.
 
-- NumPy alone, for both towers: `config` (with `config_json`, `families`), `images` (with
-  `image_config`), `layout` (with `grid`, `buckets`), `checkpoint`, `weights`, `memory`, `errors`.
-- The Flax tower: `tower`, its `blocks` and their `attention`, `products`, `gated` activation and
-  `gated_product`; `compiled`, `inputs`, `rows`, `device`.
-- The command line, `python -m flax_models`: `__main__`.
+- `common`: what both towers share, in NumPy alone.
+- `tower`: the Flax tower, of the layers in `blocks`, their `attention`, matrix `products`, the
+  `gated` activation and `gated_product`.
+- Around a pass: `inputs` and `device` bring patches there, `compiled` calls it, `rows` takes the
+  images' own rows of what comes out.
+- `__main__`: the command line, `python -m flax_models`.
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
 """`python -m flax_models`: embeddings of image files by a checkpoint's vision tower."""
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import json
@@ -98,18 +99,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", metavar="NAME", help="a platform such as cuda or cpu (default: JAX's choice)"
     )
-    parser.add_argument(
-        "--min-pixels",
-        type=_positive,
-        metavar="N",
-        help="enlarge smaller images (default: what the checkpoint says, else its family)",
-    )
-    parser.add_argument(
-        "--max-pixels",
-        type=_positive,
-        metavar="N",
-        help="shrink larger images (default: what the checkpoint says, else its family)",
-    )
+    for flag, effect in (("--min-pixels", "enlarge smaller"), ("--max-pixels", "shrink larger")):
+        parser.add_argument(
+            flag,
+            type=_positive,
+            metavar="N",
+            help=f"{effect} images (default: what the checkpoint says, else its family)",
+        )
     parser.add_argument(
         "--batch-tokens",
         type=_positive,
@@ -142,13 +138,20 @@ def _check_images(images: Sequence[Path], image_config: ImageConfig) -> None:
         if not path.is_file():
             kind = "directory" if path.is_dir() else "pipe or device"
             raise ImageError(f"expected an image file, got a {kind}: {path}")
-    with warnings.catch_warnings():  # what Pillow warns of is an error here
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        for path in images:
-            try:
-                check_file(path, image_config)
-            except ImageError as error:
-                raise ImageError(f"{path}: {error}") from None
+    for path in images:
+        with _reading(path):
+            check_file(path, image_config)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Have errors name the file, which `preprocess` may see as "image 0" alone."""
+    try:
+        with warnings.catch_warnings():  # what Pillow warns of is an error here
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            yield
+    except ImageError as error:
+        raise ImageError(f"{path}: {error}") from None
 
 
 def _check_output(out: Path) -> None:
@@ -175,16 +178,13 @@ def _encode_images(
     tower: "flax_models.VisionTower", image_config: ImageConfig, options: argparse.Namespace
 ) -> dict[str, np.ndarray]:
     """Encode every image: the file's arrays by their names."""
-    columns = (
-        *(TextColumn("encoding images"), BarColumn(), MofNCompleteColumn()),
-        TimeElapsedColumn(),
-    )
+    bar = TextColumn("encoding images"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     console.quiet = not console.is_terminal  # before 14.3 rich ends a line of a disabled bar too
     embeddings: list[np.ndarray] = []
     deepstack: list[np.ndarray] = []
     grids = []
-    with Progress(*columns, console=console, disable=console.quiet) as progress:
+    with Progress(*bar, console=console, disable=console.quiet) as progress:
         task = progress.add_task("", total=len(options.images))
         for pixel_values, grid_thw in _batches(image_config, options):
             result = tower(pixel_values, grid_thw)
@@ -210,7 +210,8 @@ def _batches(
     batch: list[tuple[np.ndarray, np.ndarray]] = []
     tokens = 0
     for path in options.images:
-        image = _preprocess(path, image_config)
+        with _reading(path):
+            image = preprocess(path, image_config)
         if batch and tokens + len(image[0]) > options.batch_tokens:
             yield _concatenate(batch)
             batch, tokens = [], 0
@@ -222,16 +223,6 @@ def _batches(
 def _concatenate(batch: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
     pixel_values, grid_thw = zip(*batch, strict=True)
     return np.concatenate(pixel_values), np.concatenate(grid_thw)
-
-
-def _preprocess(path: Path, image_config: ImageConfig) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        with warnings.catch_warnings():  # what Pillow warns of is an error here
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return preprocess(path, image_config)
-    except ImageError as error:
-        # An image is "image 0" to `preprocess`, which sees one at a time and not always its path.
-        raise ImageError(f"{path}: {error}") from None
 
 
 def _write(out: Path, arrays: dict[str, np.ndarray], names: list[str]) -> None:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from flax_models.common.buckets import frame_length
 from flax_models.common.config import VisionConfig
 from flax_models.common.layout import Layout, inverse_frequencies
 from pallas_kernels import fused_rope_attention_qkvpacked
-from pallas_kernels.checks import IMPLEMENTATIONS
 from pallas_kernels.reference import rotate_reference
 
 FRAME_ATTENTION = ("fused", "cudnn")
@@ -114,27 +114,11 @@ def _of_equal_frames(segments: Segments) -> Segments:
     """
     tokens, cu_seqlens = len(segments.cos), segments.cu_seqlens
     frames = len(cu_seqlens) - 1
-    if tokens % frames:
-        raise ValueError(
-            "frame_attention='cudnn' needs a layout of frames of one length, got "
-            f"{tokens:,} tokens in {frames:,} frames: plan it by `VisionTower.prepare`, or use "
-            "'fused'"
-        )
-    length, end = tokens // frames, cu_seqlens[-1]
+    length, end = frame_length(tokens, frames), cu_seqlens[-1]
     equal = (cu_seqlens == jnp.minimum(length * jnp.arange(frames + 1), end)).all()
     if frames > 1:
         equal &= end % length == 0
     return replace(segments, cos=jnp.where(equal, segments.cos, jnp.nan))
-
-
-def check_known(implementation: str, provider: str) -> None:
-    """Refuse a name that is none of IMPLEMENTATIONS or FRAME_ATTENTION with a ValueError."""
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-    if provider not in FRAME_ATTENTION:
-        raise ValueError(
-            f"frame_attention must be one of {', '.join(FRAME_ATTENTION)}, got {provider!r}"
-        )
 
 
 def check_provider(

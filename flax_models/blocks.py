@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from flax_models.attention import Segments, attend
 from flax_models.common.config import VisionConfig
-from flax_models.gated import Biases
+from flax_models.common.weights import Biases
 from flax_models.gated_product import gated_product
 from flax_models.products import product
 
@@ -171,27 +171,27 @@ class Block(nnx.Module):
         return _add(x, self.mlp(self.norm2(x)))
 
 
-# Streams [tokens, hidden_size] for which cuBLAS takes a kernel that waits for the stream at the end
-# of each tile: on an H200 a product takes 13 and 24 us longer with the sum than without, and the
-# norm behind it adds the stream in 7 and 12 (compare/results/notes/host.md).
+# Residual streams [tokens, hidden_size] for which cuBLAS takes a kernel that waits for them at the
+# end of each tile: on an H200 a product takes 13 and 24 us longer with the sum than without, and
+# the norm behind it adds them in 7 and 12 (compare/results/notes/host.md).
 _SUMMED_IN_NORM = frozenset({(4096, 1280), (8192, 1280)})
 
 
-def _add(stream: jax.Array, branch: jax.Array) -> jax.Array:
+def _add(residual: jax.Array, branch: jax.Array) -> jax.Array:
     """The residual sum, within the product that ends the branch unless that is slow."""
-    if stream.shape in _SUMMED_IN_NORM:
-        return stream + jax.lax.optimization_barrier(branch)
-    return _add_in_place(stream, branch)
+    if residual.shape in _SUMMED_IN_NORM:
+        return residual + jax.lax.optimization_barrier(branch)
+    return _add_in_place(residual, branch)
 
 
-def _add_in_place(stream: jax.Array, product: jax.Array) -> jax.Array:
-    """The sum within the product, which writes it over the stream.
+def _add_in_place(residual: jax.Array, product: jax.Array) -> jax.Array:
+    """The sum within the product, which writes it over the residual stream.
 
     The barrier's result is read by the sum alone, and so XLA has cuBLAS read and write one array.
     Where it writes another, products in clusters of 2 x 4 thread blocks fail now and then on an
     H200 that several processes share (compare/results/notes/faults.md).
     """
-    return jax.lax.optimization_barrier(stream) + product
+    return jax.lax.optimization_barrier(residual) + product
 
 
 class LateNormMLP(nnx.Module):
@@ -209,11 +209,11 @@ class LateNormMLP(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((2 * width,), dtype))
         self.down = Linear(width, hidden, dtype, use_bias=False)
 
-    def __call__(self, stream: jax.Array, implementation: str) -> jax.Array:
+    def __call__(self, residual: jax.Array, implementation: str) -> jax.Array:
         weight = self.gate_up.weight[...]
         biases = Biases(self.stream_bias[...], self.product_bias[...], self.bias[...])
-        activated = gated_product(stream, weight, biases, self.eps, implementation)
-        return _add_in_place(stream, self.down(activated))
+        activated = gated_product(residual, weight, biases, self.eps, implementation)
+        return _add_in_place(residual, self.down(activated))
 
 
 class LateNormBlock(nnx.Module):

@@ -19,7 +19,7 @@ from jax.extend.core import get_opaque_trace_state
 
 # Matrix products by cuBLAS alone, which adds the bias and the residual stream in fp32 and rounds
 # once. Where Triton is a choice, XLA first sets apart what Triton takes, a product with its bias,
-# and leaves the sum with the stream to other kernels.
+# and leaves the residual sum to other kernels.
 #
 # By the algorithm that cuBLAS names first: those that XLA finds by trying are no faster, and the
 # trial takes memory, 110 MiB for a small image.

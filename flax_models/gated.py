@@ -9,9 +9,9 @@ So the product takes the residual stream as it is, and the activation, which rea
 product anyway, divides. This saves the pass over memory that a separate norm takes.
 
 The bias of gate and up comes after the norm, so it is added here. So is the bias of the attention's
-output, which the stream lacks: a product that adds one at its end is up to an eighth slower on an
-H200 (compare/results/notes/towers.md). How both get into the stream, `tower_weights`
-says.
+output, which the residual stream lacks: a product that adds one at its end is up to an eighth
+slower on an H200 (compare/results/notes/towers.md). `tower_weights` says how both get
+into the residual stream.
 
 The twin of compare/torch_tower/gated.py.
 """
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from flax_models.common.weights import Biases
 from pallas_kernels.kernels.tiles import Ref, exp2
 from pallas_kernels.launching.devices import have_tensor_cores
 from pallas_kernels.launching.launch import run
@@ -35,37 +36,23 @@ from pallas_kernels.launching.table import Launch, next_power_of_2
 _WARPS = 8
 
 
-class Biases(NamedTuple):
-    """What is added on the way, each of any floating dtype.
-
-    Attributes:
-        stream: [hidden], which the residual stream lacks.
-        product: [2 x width], which its product lacks by that.
-        output: [2 x width], of gate and up.
-    """
-
-    stream: jax.Array
-    product: jax.Array
-    output: jax.Array
-
-
 def gated_activation(
-    product: jax.Array, stream: jax.Array, biases: Biases, eps: float, implementation: str
+    product: jax.Array, residual: jax.Array, biases: Biases, eps: float, implementation: str
 ) -> jax.Array:
     """silu(gate) x up of [gate, up] = (product + biases.product) / rms + biases.output.
 
     Args:
         product: [tokens, 2 x width] of any floating dtype, gate and up beside each other.
-        stream: [tokens, hidden] floating; rms are the root mean squares of its rows with
-            biases.stream added.
+        residual: [tokens, hidden] floating; rms are the root mean squares of its rows with
+            biases.residual added.
         biases: see there.
         eps: of the norm, added to the mean square.
         implementation: as in `pallas_kernels`.
 
     Returns:
-        [tokens, width] in the dtype of the stream; computed in fp32 and rounded once.
+        [tokens, width] in the dtype of the residual stream; computed in fp32 and rounded once.
     """
-    return differentiable(_ACTIVATION, eps, implementation, product, stream, *biases)
+    return differentiable(_ACTIVATION, eps, implementation, product, residual, *biases)
 
 
 class Operation(NamedTuple):
@@ -115,46 +102,46 @@ def _backward(operation: Operation, eps: float, _: str, arguments: tuple, grad: 
 _compute.defvjp(_forward, _backward)
 
 
-def reference(eps: float, product: jax.Array, stream: jax.Array, *biases: jax.Array) -> jax.Array:
+def reference(eps: float, product: jax.Array, residual: jax.Array, *biases: jax.Array) -> jax.Array:
     stream_bias, product_bias, bias = (each.astype(jnp.float32)[None] for each in biases)
-    x = stream.astype(jnp.float32) + stream_bias
+    x = residual.astype(jnp.float32) + stream_bias
     scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     product = product.astype(jnp.float32) + product_bias
     gate, up = jnp.split(product * scale + bias, 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(stream.dtype)
+    return (jax.nn.silu(gate) * up).astype(residual.dtype)
 
 
 def kernel(
-    eps: float, product: jax.Array, stream: jax.Array, *biases: jax.Array, interpret: bool = False
+    eps: float, product: jax.Array, residual: jax.Array, *biases: jax.Array, interpret: bool = False
 ) -> jax.Array:
     tokens, width = product.shape[0], product.shape[1] // 2
     launch = Launch(block=1, block_k=1, num_warps=_WARPS, num_stages=1)
     body = functools.partial(gated_kernel, eps=eps, interpreted=interpret)
-    operands = product, stream, *biases
-    return run(body, tokens, (tokens, width), stream.dtype, launch, interpret, operands)
+    operands = product, residual, *biases
+    return run(body, tokens, (tokens, width), residual.dtype, launch, interpret, operands)
 
 
 _ACTIVATION = Operation(reference, kernel, functools.partial(kernel, interpret=True))
 
 
 def gated_kernel(
-    product_ref: Ref, stream_ref: Ref,
+    product_ref: Ref, residual_ref: Ref,
     stream_bias_ref: Ref, product_bias_ref: Ref, bias_ref: Ref,
     out_ref: Ref,
     *,
     eps: float, interpreted: bool,
 ) -> None:  # fmt: skip
     """One program for each token."""
-    hidden, width = stream_ref.shape[1], out_ref.shape[1]
+    hidden, width = residual_ref.shape[1], out_ref.shape[1]
     token = pl.program_id(0)
     channel = jnp.arange(next_power_of_2(hidden), dtype=jnp.int32)
     column = jnp.arange(next_power_of_2(width), dtype=jnp.int32)
-    in_stream, in_width = channel < hidden, column < width
+    in_residual, in_width = channel < hidden, column < width
 
-    x = load(stream_ref.at[token, channel], in_stream)
+    x = load(residual_ref.at[token, channel], in_residual)
     gate = load(product_ref.at[token, column], in_width)
     up = load(product_ref.at[token, width + column], in_width)
-    x += load(stream_bias_ref.at[channel], in_stream)
+    x += load(stream_bias_ref.at[channel], in_residual)
     gate += load(product_bias_ref.at[column], in_width)
     up += load(product_bias_ref.at[width + column], in_width)
     scale = jax.lax.rsqrt(jnp.sum(x * x) / hidden + eps)

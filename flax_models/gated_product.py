@@ -21,7 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as mosaic
 from jax.experimental.pallas import triton as plgpu
 
 from flax_models import gated
-from flax_models.gated import Biases, Operation, differentiable, gated_activation, load, silu_times
+from flax_models.common.weights import Biases
+from flax_models.gated import Operation, differentiable, gated_activation, load, silu_times
 from flax_models.products import unnormed_product
 from pallas_kernels.kernels.tiles import Ref, Scalar
 from pallas_kernels.launching.compile import HAVE_MOSAIC
@@ -59,31 +60,31 @@ _FEWEST_TOKENS = 2048
 
 
 def gated_product(
-    stream: jax.Array, weight: jax.Array, biases: Biases, eps: float, implementation: str
+    residual: jax.Array, weight: jax.Array, biases: Biases, eps: float, implementation: str
 ) -> jax.Array:
-    """silu(gate) x up of [gate, up] = (stream weight^T + biases.product) / rms + biases.output.
+    """silu(gate) x up of [gate, up] = (residual weight^T + biases.product) / rms + biases.output.
 
     In one kernel where that is faster than in two.
 
     Args:
-        stream: [tokens, hidden] floating; rms are the root mean squares of its rows with
-            biases.stream added.
+        residual: [tokens, hidden] floating; rms are the root mean squares of its rows with
+            biases.residual added.
         weight: [2 x width, hidden], gate above up.
         biases: see there.
         eps: of the norm, added to the mean square.
         implementation: as in `pallas_kernels`.
 
     Returns:
-        [tokens, width] in the dtype of the stream.
+        [tokens, width] in the dtype of the residual stream.
     """
-    if implementation != "reference" and _is_faster(stream, weight.shape[0] // 2):
-        return differentiable(_PRODUCT, eps, implementation, stream, weight, *biases)
-    product = unnormed_product(stream, weight)
-    return gated_activation(product, stream, biases, eps, implementation)
+    if implementation != "reference" and _is_faster(residual, weight.shape[0] // 2):
+        return differentiable(_PRODUCT, eps, implementation, residual, weight, *biases)
+    product = unnormed_product(residual, weight)
+    return gated_activation(product, residual, biases, eps, implementation)
 
 
 def in_one_kernel(
-    stream: jax.Array, weight: jax.Array, biases: Biases, eps: float, interpret: bool = False
+    residual: jax.Array, weight: jax.Array, biases: Biases, eps: float, interpret: bool = False
 ) -> jax.Array:
     """What `gated_product` does, without asking what is faster; has no gradients.
 
@@ -97,25 +98,25 @@ def in_one_kernel(
     if not HAVE_MOSAIC:
         known = "JAX 0.11.2 and 0.12"
         raise NotImplementedError(f"the kernel is for {known}, this is {jax.__version__}")
-    (tokens, hidden), width = stream.shape, weight.shape[0] // 2
+    (tokens, hidden), width = residual.shape, weight.shape[0] // 2
     if not _fits(tokens, hidden, width):
         raise ValueError(
             f"tokens must be a multiple of {_ROW_UNIT}, hidden of {_DEPTH}, width of "
             f"{_COLUMN_UNIT}, tokens and width at least {_BLOCK}, got {tokens}, {hidden}, {width}"
         )
-    scale = norm_scale(stream, biases.stream, eps, interpret)
+    scale = norm_scale(residual, biases.residual, eps, interpret)
     with jax.enable_x64(False):  # numbers of rows are 32-bit
-        return _multiply(stream, weight, scale, biases.product, biases.output, interpret)
+        return _multiply(residual, weight, scale, biases.product, biases.output, interpret)
 
 
 def norm_scale(
-    stream: jax.Array, stream_bias: jax.Array, eps: float, interpret: bool = False
+    residual: jax.Array, stream_bias: jax.Array, eps: float, interpret: bool = False
 ) -> jax.Array:
     """What rows are multiplied by, [tokens] fp32; the arguments are those of `in_one_kernel`."""
-    tokens = stream.shape[0]
+    tokens = residual.shape[0]
     launch = Launch(block=1, block_k=1, num_warps=_NORM_WARPS, num_stages=1)
     kernel = functools.partial(norm_scale_kernel, eps=eps)
-    operands = stream, stream_bias
+    operands = residual, stream_bias
     return run(kernel, tokens, (tokens,), jnp.float32, launch, interpret, operands)
 
 
@@ -124,15 +125,15 @@ def _fits(tokens: int, hidden: int, width: int) -> bool:
     return whole and min(tokens, width) >= _BLOCK
 
 
-def _is_faster(stream: jax.Array, width: int) -> bool:
+def _is_faster(residual: jax.Array, width: int) -> bool:
     """Whether one kernel is; measured on GPUs of compute capability 9.0."""
-    tokens, hidden = stream.shape
+    tokens, hidden = residual.shape
     gpu = local_gpu()
     return (
         HAVE_MOSAIC
         and tokens >= _FEWEST_TOKENS
         and _fits(tokens, hidden, width)
-        and stream.dtype.itemsize == 2
+        and residual.dtype.itemsize == 2
         and gpu is not None
         and gpu.compute_capability == "9.0"
     )
@@ -141,14 +142,14 @@ def _is_faster(stream: jax.Array, width: int) -> bool:
 # Jitted, so that it is lowered and compiled once for all layers.
 @functools.partial(jax.jit, static_argnames="interpret")
 def _multiply(
-    stream: jax.Array,
+    residual: jax.Array,
     weight: jax.Array,
     scale: jax.Array,
     product_bias: jax.Array,
     bias: jax.Array,
     interpret: bool,
 ) -> jax.Array:
-    tokens, width, dtype = stream.shape[0], weight.shape[0] // 2, stream.dtype
+    tokens, width, dtype = residual.shape[0], weight.shape[0] // 2, residual.dtype
     if interpret:
         programs, interpreter = _INTERPRETED_PROGRAMS, mosaic.InterpretGPUParams()
     else:
@@ -171,53 +172,55 @@ def _multiply(
         compiler_params=mosaic.CompilerParams(approx_math=True),
         interpret=interpreter,
     )
-    return multiply(stream, weight, scale, product_bias, bias)
+    return multiply(residual, weight, scale, product_bias, bias)
 
 
-def _reference(eps: float, stream: jax.Array, weight: jax.Array, *biases: jax.Array) -> jax.Array:
-    return gated.reference(eps, unnormed_product(stream, weight), stream, *biases)
+def _reference(eps: float, residual: jax.Array, weight: jax.Array, *biases: jax.Array) -> jax.Array:
+    return gated.reference(eps, unnormed_product(residual, weight), residual, *biases)
 
 
-def _kernel(eps: float, stream: jax.Array, weight: jax.Array, *biases: jax.Array) -> jax.Array:
-    return in_one_kernel(stream, weight, Biases(*biases), eps)
+def _kernel(eps: float, residual: jax.Array, weight: jax.Array, *biases: jax.Array) -> jax.Array:
+    return in_one_kernel(residual, weight, Biases(*biases), eps)
 
 
-def _interpreted(eps: float, stream: jax.Array, weight: jax.Array, *biases: jax.Array) -> jax.Array:
+def _interpreted(
+    eps: float, residual: jax.Array, weight: jax.Array, *biases: jax.Array
+) -> jax.Array:
     """In two: the interpreter of the one has effects, which JAX takes for no platform by itself."""
-    product = unnormed_product(stream, weight)
-    return gated.kernel(eps, product, stream, *biases, interpret=True)
+    product = unnormed_product(residual, weight)
+    return gated.kernel(eps, product, residual, *biases, interpret=True)
 
 
 _PRODUCT = Operation(_reference, _kernel, _interpreted)
 
 
 def norm_scale_kernel(
-    stream_ref: Ref, stream_bias_ref: Ref,
+    residual_ref: Ref, stream_bias_ref: Ref,
     scale_ref: Ref,
     *,
     eps: float,
 ) -> None:  # fmt: skip
     """One over the root mean square of a token's row; one program for each token."""
-    hidden = stream_ref.shape[1]
+    hidden = residual_ref.shape[1]
     token = pl.program_id(0)
     channel = jnp.arange(next_power_of_2(hidden), dtype=jnp.int32)
-    in_stream = channel < hidden
-    x = load(stream_ref.at[token, channel], in_stream)
-    x += load(stream_bias_ref.at[channel], in_stream)
+    in_residual = channel < hidden
+    x = load(residual_ref.at[token, channel], in_residual)
+    x += load(stream_bias_ref.at[channel], in_residual)
     plgpu.store(scale_ref.at[token], jax.lax.rsqrt(jnp.sum(x * x) / hidden + eps))
 
 
 def gated_product_kernel(
-    stream_ref: Ref, weight_ref: Ref, scale_ref: Ref,
+    residual_ref: Ref, weight_ref: Ref, scale_ref: Ref,
     product_bias_ref: Ref, bias_ref: Ref,
     out_ref: Ref,
     # in shared memory: operands of each stage, rounded results of each group that multiplies
-    stream_tiles: Ref, weight_tiles: Ref, out_tiles: Ref,
+    residual_tiles: Ref, weight_tiles: Ref, out_tiles: Ref,
     # of each stage
     full: Ref, empty: Ref,
 ) -> None:  # fmt: skip
     """Persistent: one program for each multiprocessor, which goes through tiles of the result."""
-    (tokens, hidden), width = stream_ref.shape, out_ref.shape[1]
+    (tokens, hidden), width = residual_ref.shape, out_ref.shape[1]
     tiles = pl.cdiv(tokens, _BLOCK) * pl.cdiv(width, _BLOCK)
     steps = hidden // _DEPTH
     group = lax.axis_index("group")
@@ -238,8 +241,8 @@ def gated_product_kernel(
                 stage = lax.rem(count, _STAGES)
                 pl.when(count >= _STAGES)(lambda: mosaic.barrier_wait(empty.at[stage]))
                 channels = pl.ds(step * _DEPTH, _DEPTH)
-                rows = stream_ref.at[pl.ds(row, _BLOCK), channels]
-                mosaic.copy_gmem_to_smem(rows, stream_tiles.at[stage], full.at[stage])
+                rows = residual_ref.at[pl.ds(row, _BLOCK), channels]
+                mosaic.copy_gmem_to_smem(rows, residual_tiles.at[stage], full.at[stage])
                 for half in range(2):
                     rows = weight_ref.at[pl.ds(half * width + column, _BLOCK), channels]
                     place = weight_tiles.at[stage, pl.ds(half * _BLOCK, _BLOCK)]
@@ -265,7 +268,7 @@ def gated_product_kernel(
                 def multiply_stage(step: Scalar) -> None:
                     stage = lax.rem(tile.local_index * steps + step, _STAGES)
                     mosaic.barrier_wait(full.at[stage])
-                    x = stream_tiles.at[stage, pl.ds(group * _ROWS, _ROWS)]
+                    x = residual_tiles.at[stage, pl.ds(group * _ROWS, _ROWS)]
                     mosaic.wgmma(acc_ref, x, weight_tiles.at[stage].transpose((1, 0)))
                     mosaic.wgmma_wait(0)
                     mosaic.barrier_arrive(empty.at[stage])

@@ -1,5 +1,6 @@
 """What goes into the compiled function of a tower: patches that fill a bucket, and their layout."""
 
+import functools
 import weakref
 
 import jax
@@ -10,7 +11,6 @@ from jax.typing import ArrayLike
 from flax_models.common.config import VisionConfig
 from flax_models.common.layout import Layout, check_patches
 from flax_models.device import arrived, upload
-from flax_models.rows import pad_rows
 
 # The bounds choose a kernel and so are static; whatever else varies with the images is data.
 jax.tree_util.register_dataclass(
@@ -42,7 +42,18 @@ def pad_patches(
     check_patches(config, layout, pixel_values.shape)
     if not jnp.issubdtype(pixel_values.dtype, jnp.floating):
         raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
-    return pad_rows(arrived(pixel_values), len(layout.window_order))
+    pixel_values = arrived(pixel_values)
+    padding = len(layout.window_order) - len(pixel_values)
+    if padding == 0:
+        return pixel_values
+    if isinstance(pixel_values, jax.Array):
+        return _pad_on_device(pixel_values, padding)
+    return np.pad(pixel_values, ((0, padding), (0, 0)))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pad_on_device(array: jax.Array, padding: int) -> jax.Array:
+    return jnp.pad(array, ((0, padding), (0, 0)))
 
 
 _on_devices: weakref.WeakKeyDictionary[Layout, dict[jax.Device | None, Layout]]

@@ -1,31 +1,13 @@
-"""Adding rows to an array, and taking its first rows without a compilation for each number of rows.
+"""An array's first rows, without a compilation for each number of rows.
 
 XLA's shapes are static: `array[:rows]` is a separate program for each `rows`, and images of any
 size make any number. DLPack lets the same memory pass for an array of fewer rows.
 """
 
 import ctypes
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-
-
-def pad_rows(array: np.ndarray | jax.Array, rows: int) -> np.ndarray | jax.Array:
-    """Pad [up to rows, columns] with rows of zeros, on the host if that is where the array is."""
-    padding = rows - array.shape[0]
-    if padding == 0:
-        return array
-    if isinstance(array, jax.Array):
-        return _pad_on_device(array, padding)
-    return np.pad(array, ((0, padding), (0, 0)))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _pad_on_device(array: jax.Array, padding: int) -> jax.Array:
-    return jnp.pad(array, ((0, padding), (0, 0)))
 
 
 def first_rows(array: jax.Array, rows: int) -> jax.Array:

@@ -14,16 +14,11 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from flax_models.attention import (
-    Segments,
-    check_known,
-    check_provider,
-    layout_segments,
-)
+from flax_models.attention import FRAME_ATTENTION, Segments, check_provider, layout_segments
 from flax_models.blocks import Block, LateNormBlock, PatchEmbed, PatchMerger, PositionTable
 from flax_models.common.buckets import bucket_of_equal_frames, check_token_buckets, choose_bucket
 from flax_models.common.checkpoint import read_checkpoint
-from flax_models.common.config import VisionConfig, check_head_dim
+from flax_models.common.config import VisionConfig, check_head_dim, check_name
 from flax_models.common.layout import Layout, plan_layout
 from flax_models.common.memory import check_memory
 from flax_models.common.weights import tower_weights
@@ -31,6 +26,7 @@ from flax_models.compiled import Jitted, compiled
 from flax_models.device import arrived, find_device, free_memory, home_device
 from flax_models.inputs import on_device, pad_patches
 from flax_models.rows import first_rows
+from pallas_kernels.checks import IMPLEMENTATIONS
 
 # With DeepStack also the features of some blocks.
 Embeddings = jax.Array | tuple[jax.Array, tuple[jax.Array, ...]]
@@ -72,7 +68,8 @@ class VisionTower(nnx.Module):
         self.config = config
         self.dtype = _known_dtype(dtype)
         check_head_dim(config)
-        check_known(implementation, frame_attention)
+        check_name("implementation", implementation, IMPLEMENTATIONS)
+        check_name("frame_attention", frame_attention, FRAME_ATTENTION)
         self.implementation = implementation
         self.frame_attention = frame_attention
         self.token_buckets = check_token_buckets(config, token_buckets)

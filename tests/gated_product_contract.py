@@ -1,7 +1,7 @@
 """What gate and up behind a late norm must be, in one kernel or two; both towers' tests inherit it.
 
-A subclass has `multiply(stream, weight, biases, eps, implementation)` and
-`multiply_in_one(stream, weight, biases, eps)`, from NumPy arrays to one, `implementations`, which
+A subclass has `multiply(residual, weight, biases, eps, implementation)` and
+`multiply_in_one(residual, weight, biases, eps)`, from NumPy arrays to one, `implementations`, which
 can run here, `why_not_in_one`, None where one kernel can, `has_one_kernel`, whether there is one
 for these versions, `row_unit`, of which tokens are to be a multiple for that, `has_gpu()`, and
 `is_faster(monkeypatch, tokens, hidden, width, dtype, capability)`: whether one kernel is what runs
@@ -35,16 +35,16 @@ SHAPES = [
 
 
 def draw(tokens, hidden, width, dtype="float32", seed=0):
-    """A stream, the weight of gate and up, and biases such as a tower has."""
-    _, stream, biases = gated_contract.draw(tokens, hidden, width, dtype, seed)
+    """A residual, the weight of gate and up, and biases such as a tower has."""
+    _, residual, biases = gated_contract.draw(tokens, hidden, width, dtype, seed)
     weight = np.random.default_rng(seed + 1).standard_normal((2 * width, hidden)) / hidden**0.5
-    return stream, weight.astype(DTYPES[dtype]), biases
+    return residual, weight.astype(DTYPES[dtype]), biases
 
 
-def oracle(stream, weight, biases):
+def oracle(residual, weight, biases):
     """In fp64, of the very numbers."""
-    product = np.asarray(stream).astype(np.float64) @ np.asarray(weight).astype(np.float64).T
-    return gated_contract.oracle(product, stream, biases)
+    product = np.asarray(residual).astype(np.float64) @ np.asarray(weight).astype(np.float64).T
+    return gated_contract.oracle(product, residual, biases)
 
 
 class GatedProductContract:
@@ -84,20 +84,20 @@ class GatedProductContract:
         self.check(self.multiply_in_one(*arrays, EPS), oracle(*arrays), arrays, "float16")
 
     def test_rows_do_not_see_each_other(self, in_one):
-        stream, weight, biases = draw(304, 64, 192, "float16")
-        changed = stream.copy()
+        residual, weight, biases = draw(304, 64, 192, "float16")
+        changed = residual.copy()
         changed[150] = np.nan
         kept = np.arange(304) != 150
-        before, after = (self.multiply_in_one(x, weight, biases, EPS) for x in (stream, changed))
+        before, after = (self.multiply_in_one(x, weight, biases, EPS) for x in (residual, changed))
         np.testing.assert_array_equal(before[kept], after[kept])
         assert np.isnan(after[150]).all()
 
     @pytest.mark.parametrize("gate", [-1000, 1000])
     def test_gates_far_from_zero(self, in_one, gate):
         """They are closed, or as open as can be, though exponentials overflow."""
-        stream, weight, (stream_bias, product_bias, _) = draw(128, 64, 128, "bfloat16")
+        residual, weight, (stream_bias, product_bias, _) = draw(128, 64, 128, "bfloat16")
         bias = np.repeat([gate, 3.0], 128).astype(ml_dtypes.bfloat16)
-        arrays = stream, weight, (stream_bias, product_bias, bias)
+        arrays = residual, weight, (stream_bias, product_bias, bias)
         out = self.multiply_in_one(*arrays, EPS)
         if gate < 0:
             assert np.abs(out.astype(np.float64)).max() < 1e-30
@@ -144,18 +144,18 @@ class GatedProductContract:
             pytest.skip("the framework sees no GPU")
         tokens, hidden, width = 640_000, 64, 3456
         rows, weight, biases = draw(64, hidden, width, "bfloat16")
-        stream = np.zeros((tokens, hidden), ml_dtypes.bfloat16)
-        stream[-64:] = rows
+        residual = np.zeros((tokens, hidden), ml_dtypes.bfloat16)
+        residual[-64:] = rows
         assert tokens * width > 2**31
-        out = self.multiply_in_one(stream, weight, biases, EPS)[-64:]
+        out = self.multiply_in_one(residual, weight, biases, EPS)[-64:]
         assert relative_error(out, oracle(rows, weight, biases)) < 1.6 * TOLERANCES["bfloat16"]
 
     def test_streams_beyond_the_products_of_fp16(self, in_one):
-        stream, weight, biases = draw(144, 128, 192, "float16")
-        stream = (stream.astype(np.float32) * 4000).astype(np.float16)
+        residual, weight, biases = draw(144, 128, 192, "float16")
+        residual = (residual.astype(np.float32) * 4000).astype(np.float16)
         weight = (weight.astype(np.float32) * 8).astype(np.float16)
-        assert np.abs(stream.astype(np.float64) @ weight.astype(np.float64).T).max() > 65504
-        arrays = stream, weight, biases
+        assert np.abs(residual.astype(np.float64) @ weight.astype(np.float64).T).max() > 65504
+        arrays = residual, weight, biases
         exact = oracle(*arrays)
         self.check(self.multiply_in_one(*arrays, EPS), exact, arrays, "float16")
         for name in self.implementations:

@@ -98,7 +98,7 @@ def exact(case: Case, scale: float | None = None) -> np.ndarray:
 
 
 def unfused(case: Case, scale: float | None = None) -> np.ndarray:
-    """Separate steps that round to the dtype of qkv in between: the yardstick of rule 1.
+    """Separate steps that round to the dtype of qkv in between: what rule 1 expects.
 
     Rotation in fp32 and back to the dtype, logits and softmax sums in fp32, probabilities cast to
     the dtype, the second product summed and divided in fp32.

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.agreement.metrics import Verdict, kernel_verdict, relative_rms_error
+from compare.agreement.metrics import kernel_verdict, relative_rms_error
 from compare.agreement.oracle import oracle, rotated, rotated_once, unfused
+from compare.common.result_files import Verdict
 from compare.workloads.arrays import KernelArguments, jax_arguments, torch_arguments
 from compare.workloads.kernels import KernelInputs, KernelWorkload
 
 
 @dataclass(frozen=True)
-class Yardstick:
-    """One workload with its answer.
+class Expected:
+    """One workload with the answer that is expected of it.
 
     Attributes:
         inputs: what every implementation gets.
@@ -28,14 +29,14 @@ class Yardstick:
     unfused_error: float
 
     @classmethod
-    def of(cls, workload: KernelWorkload, inputs: KernelInputs | None = None) -> "Yardstick":
+    def of(cls, workload: KernelWorkload, inputs: KernelInputs | None = None) -> "Expected":
         """Draw inputs, unless they are given, and compute what is right."""
         inputs = workload.inputs() if inputs is None else inputs
         exact = oracle(inputs)
         return cls(workload, inputs, exact, relative_rms_error(unfused(inputs), exact))
 
     @classmethod
-    def of_rotation(cls, workload: KernelWorkload, inputs: KernelInputs) -> "Yardstick":
+    def of_rotation(cls, workload: KernelWorkload, inputs: KernelInputs) -> "Expected":
         """The same of the rotation alone, whose result is [tokens, 2, heads, head_dim]."""
         exact = rotated(inputs)
         return cls(workload, inputs, exact, relative_rms_error(rotated_once(inputs), exact))

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import torch
 
-from compare.agreement.expected import Yardstick
+from compare.agreement.expected import Expected
 from compare.agreement.metrics import equal_share, max_abs_error, relative_rms_error, twin_verdict
-from compare.bench.warm_up import warm_up
 from compare.common.console import number, print_table, progress
 from compare.common.environment import has_gpu
 from compare.common.errors import UnavailableError, one_line
 from compare.common.result_files import Record
 from compare.implementations import kernels
 from compare.implementations.kernels import FUSE, KernelImplementation
-from compare.workloads.arrays import from_jax, jax_arguments, poison, torch_arguments
+from compare.implementations.warm_up import warm_up
+from compare.workloads.arrays import arguments_of, from_jax, poison
 from compare.workloads.kernels import (
     KERNEL_WORKLOADS,
     Grid,
@@ -76,12 +76,12 @@ def check_kernels(
     for workload, fuses in progress(checked, "kernel agreement"):
         pairs = [(fuse, next(ready)) for fuse in fuses]
         try:
-            yardstick = Yardstick.of(workload)
+            expected = Expected.of(workload)
         except Exception as error:  # after a kernel that broke the GPU: show which one it was
             records.append(Record(workload.name, "oracle", passed=False, note=one_line(error)))
             continue
         for fuse, pair in pairs:
-            records += _check(yardstick, fuse, pair)
+            records += _check(expected, fuse, pair)
     _print(records)
     return records
 
@@ -112,31 +112,23 @@ def _cases(
     return [(shape, FUSE) for shape in shapes]
 
 
-def _check(yardstick: Yardstick, fuse: str, twins: Sequence[KernelImplementation]) -> list[Record]:
+def _check(expected: Expected, fuse: str, twins: Sequence[KernelImplementation]) -> list[Record]:
     records, outputs = [], {}
-    workload = yardstick.workload
+    workload = expected.workload
     for implementation in twins:
-        blank = _blank(workload, implementation.name, fuse)
-        blank = replace(blank, framework=implementation.framework)
+        blank = workload.record(implementation.name, fuse=fuse, framework=implementation.framework)
         try:
-            output = run(implementation, workload, yardstick.inputs)
-            verdict = yardstick.judge([output])
+            output = run(implementation, workload, expected.inputs)
+            verdict = expected.judge([output])
         except Exception as error:  # a kernel that fails is a result: the others still count
             records.append(replace(blank, passed=False, note=one_line(error)))
             continue
         outputs[implementation.name] = output
-        records.append(
-            replace(
-                blank,
-                relative_rms_error=verdict.error,
-                error_limit=verdict.limit,
-                passed=verdict.passed,
-                details={
-                    "unfused_error": yardstick.unfused_error,
-                    "max_abs_error": max_abs_error(output, yardstick.exact),
-                },
-            )
-        )
+        details = {
+            "unfused_error": expected.unfused_error,
+            "max_abs_error": max_abs_error(output, expected.exact),
+        }
+        records.append(blank.judged(verdict, details=details))
     if len(outputs) == 2:
         records.append(_twin_record(workload, fuse, outputs))
     return records
@@ -157,33 +149,18 @@ def run(
         call = implementation.prepare(workload)
     except ImportError as error:
         raise UnavailableError(str(error)) from None
-    in_jax = implementation.framework == "jax"
-    arguments = jax_arguments(inputs) if in_jax else torch_arguments(inputs)
+    arguments = arguments_of(inputs, implementation.framework)
     poison(arguments)
     output = call(*arguments)
-    return from_jax(output) if in_jax else output
+    return from_jax(output) if implementation.framework == "jax" else output
 
 
 def _twin_record(workload: KernelWorkload, fuse: str, outputs: dict[str, torch.Tensor]) -> Record:
     (name, output), (twin_name, twin) = outputs.items()
     verdict = twin_verdict(relative_rms_error(twin, output), workload.dtype)
-    return replace(
-        _blank(workload, f"{twin_name} against {name}", fuse),
-        relative_rms_error=verdict.error,
-        error_limit=verdict.limit,
-        passed=verdict.passed,
-        details={"bit_equal_share": equal_share(output, twin)},
-    )
-
-
-def _blank(workload: KernelWorkload, implementation: str, fuse: str) -> Record:
-    return Record(
-        workload.name,
-        implementation,
-        dtype=workload.dtype,
-        head_dim=workload.head_dim,
-        heads=workload.heads,
-        fuse=fuse,
+    details = {"bit_equal_share": equal_share(output, twin)}
+    return workload.record(f"{twin_name} against {name}", fuse=fuse).judged(
+        verdict, details=details
     )
 
 

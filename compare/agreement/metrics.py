@@ -1,8 +1,8 @@
 """How far a result is from another, and the rules that decide whether that is near enough."""
 
-from dataclasses import dataclass
-
 import torch
+
+from compare.common.result_files import Verdict
 
 # Relative RMS error of the kernels against the fp64 oracle, by dtype.
 ORACLE_LIMITS = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 1e-5}
@@ -15,19 +15,6 @@ TOWER_FACTOR = 1.1
 # Hugging Face's tower on another attention, which is there to be timed: wide enough for another
 # order of rounding, too narrow for a wrong result.
 PEER_TOWER_FACTOR = 1.5
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """An error beside the limit that it was held to."""
-
-    error: float
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        """NaN never passes."""
-        return self.error <= self.limit
 
 
 def relative_rms_error(result: torch.Tensor, reference: torch.Tensor) -> float:

@@ -32,7 +32,7 @@ def oracle(inputs: KernelInputs, scale: float | None = None) -> torch.Tensor:
 
 
 def unfused(inputs: KernelInputs, scale: float | None = None) -> torch.Tensor:
-    """The operation as separate steps in the inputs' dtype: the yardstick of rule 1.
+    """The operation as separate steps in the inputs' dtype: what rule 1 expects of a kernel.
 
     Rotation in fp32 and back to the dtype, logits and softmax sums in fp32, probabilities cast to
     the dtype, the second product summed in fp32, one division, one cast.

@@ -2,9 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 
-import numpy as np
 import torch
 
 from compare.agreement.metrics import relative_rms_error, tower_verdict
@@ -15,47 +13,17 @@ from compare.common.result_files import Record
 from compare.implementations import huggingface
 from compare.implementations.towers import (
     Directory,
-    HuggingFaceTower,
     TowerImplementation,
+    exact_tower,
     free_memory,
     hugging_face_sdpa,
     our_towers,
 )
 from compare.workloads import photographs
-from compare.workloads.towers import TOWERS
+from compare.workloads.photographs import Inputs
+from compare.workloads.towers import SMALL_TOWERS, TOWERS
 from flax_models import VisionConfig
 
-# As the real towers are built, small enough for a CPU: two heads of their head_dim, windows and
-# frames where there are both, DeepStack features of a block in the middle.
-SMALL_TOWERS = {
-    "tower": VisionConfig(
-        depth=4,
-        hidden_size=160,
-        num_heads=2,
-        intermediate_size=342,
-        out_hidden_size=192,
-        fullatt_block_indexes=(1, 3),
-    ),
-    "qwen2-tower": VisionConfig.of(
-        "qwen2_vl",
-        depth=4,
-        hidden_size=160,
-        num_heads=2,
-        intermediate_size=640,
-        out_hidden_size=192,
-    ),
-    "qwen3-tower": VisionConfig.of(
-        "qwen3_vl",
-        depth=4,
-        hidden_size=144,
-        num_heads=2,
-        intermediate_size=538,
-        out_hidden_size=192,
-        num_position_embeddings=144,
-        deepstack_visual_indexes=(1,),
-    ),
-}
-Inputs = tuple[np.ndarray, np.ndarray]  # pixel_values, grid_thw
 _SMALL_WIDTH = 252  # pixels of the first photograph where the tower is small
 
 
@@ -96,12 +64,12 @@ def check_towers(
 def _check_family(
     workload: str, config: VisionConfig, inputs: Inputs, towers: Sequence[TowerImplementation]
 ) -> list[Record]:
-    yardstick = hugging_face_sdpa()
+    baseline = hugging_face_sdpa()
     with tempfile.TemporaryDirectory() as directory:
         huggingface.random_checkpoint(directory, config)
         exact = _exact_states(directory, inputs)
-        limits = _errors(yardstick, directory, inputs, exact)
-        records = _records(workload, yardstick, limits)
+        limits = _errors(baseline, directory, inputs, exact)
+        records = _records(workload, baseline, limits)
         for tower in progress(towers, "tower agreement"):
             try:
                 errors = _errors(tower, directory, inputs, exact)
@@ -109,21 +77,14 @@ def _check_family(
                 failed = Record(workload, tower.name, passed=False, note=one_line(error))
                 records.append(failed)
                 continue
-            verdicts = map(tower_verdict, errors, limits)
-            records += [
-                replace(record, error_limit=verdict.limit, passed=verdict.passed)
-                for record, verdict in zip(_records(workload, tower, errors), verdicts, strict=True)
-            ]
+            judged = zip(_records(workload, tower, errors), errors, limits, strict=True)
+            records += [record.judged(tower_verdict(*held)) for record, *held in judged]
     return records
 
 
 def _exact_states(directory: Directory, inputs: Inputs) -> list[torch.Tensor]:
-    with huggingface.true_fp32():
-        tower = HuggingFaceTower(huggingface.load(directory, torch.float32))
-        states = list(tower.states(*tower.put(*inputs)))
-    del tower
-    free_memory()
-    return states
+    with exact_tower(directory) as tower:
+        return list(tower.states(*tower.put(*inputs)))
 
 
 def _errors(
@@ -133,12 +94,10 @@ def _errors(
     exact: list[torch.Tensor],
 ) -> list[float]:
     """Relative RMS error after each layer and, last, of the embeddings."""
+    free_memory()  # of the tower before
     tower = implementation.load(directory)
     states = tower.states(*tower.put(*inputs))
-    errors = [relative_rms_error(s, e) for s, e in zip(states, exact, strict=True)]
-    del tower, states
-    free_memory()
-    return errors
+    return [relative_rms_error(s, e) for s, e in zip(states, exact, strict=True)]
 
 
 def _records(

@@ -1,10 +1,13 @@
 """What this GPU can do at most, measured in the same run, and the floors that follow from it."""
 
+import itertools
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
+
+from compare.bench.timing import elapsed_ms
 
 # As many bytes as the 1344 px workload moves: a smaller copy is slower, a larger one faster, and
 # the floor should be one that a kernel of this size could reach.
@@ -75,13 +78,6 @@ def _copy_rate(size: int, sets: int) -> float:
 
 def _seconds(rotating: list[Callable[[], object]], calls: int) -> list[float]:
     """Samples of the seconds a call, of calls that are queued without waiting in between."""
-    samples = []
-    for _ in range(_SAMPLES + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for index in range(calls):
-            rotating[index % len(rotating)]()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) / 1e3 / calls)
+    queued = list(itertools.islice(itertools.cycle(rotating), calls))
+    samples = [elapsed_ms(queued) / 1e3 / calls for _ in range(_SAMPLES + 3)]
     return samples[3:]  # the first ones warm up

@@ -12,12 +12,12 @@ from compare.bench import ceilings as ceilings_module
 from compare.bench.ceilings import Ceilings
 from compare.bench.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.bench.kernel_timing import QUICK, measure_all
-from compare.bench.warm_up import draw_inputs, warm_up
 from compare.common.console import print_missing, print_table, progress, say
 from compare.common.environment import has_gpu
 from compare.common.result_files import Record
 from compare.implementations import kernels
 from compare.implementations.kernels import FUSE, KernelImplementation
+from compare.implementations.warm_up import draw_inputs, warm_up
 from compare.workloads.kernels import DTYPES, SEGMENT_FRAMES, KernelWorkload, segments, variant
 
 # For each way of fusing, the twins.
@@ -54,12 +54,8 @@ def measure_fusion(
 ) -> tuple[list[Record], Ceilings]:
     """Time every way of fusing on every workload; print the tables.
 
-    Args:
-        workloads: the cells; default grid().
-        ways: the implementations; default our_ways().
-
-    Returns:
-        A record for each way of each cell in each framework, and the ceilings.
+    The workloads are the cells, grid() by default. Returns a record for each way of each cell in
+    each framework, and the ceilings.
     """
     ceilings = ceilings_module.measure()
     workloads = grid() if workloads is None else workloads
@@ -76,7 +72,7 @@ def measure_fusion(
                 record.beside_floor(floor_us),
                 fuse=fuse,
                 details={
-                    "segment_length": int(workload.lengths.max()),
+                    "segment_length": workload.longest,
                     "rotary_dim": workload.rotated_dims,
                     "auto": default_fuse(implementation, workload),
                 },
@@ -92,7 +88,7 @@ def default_fuse(implementation: KernelImplementation, workload: KernelWorkload)
 
     None where that is not installed.
     """
-    shape = workload.head_dim, workload.rotated_dims, int(workload.lengths.max())
+    shape = workload.head_dim, workload.rotated_dims, workload.longest
     size = workload.tokens, workload.heads
     try:
         if implementation.framework == "torch":
@@ -115,9 +111,5 @@ def _print(records: Sequence[Record]) -> None:
     print_table(
         'The fastest way, and fuse="auto" over it where it takes another', *best_table(cells)
     )
-    print_missing(
-        (f"{r.implementation} {r.fuse} on {r.workload}", r.note or "")
-        for r in records
-        if r.median_us is None
-    )
+    print_missing(records, lambda r: f"{r.implementation} {r.fuse} on {r.workload}")
     say(verdict_line(cells))

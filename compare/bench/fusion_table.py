@@ -7,7 +7,7 @@ from typing import Any
 from compare.common.console import number
 from compare.implementations.kernels import FUSE
 
-# "auto" is near enough to the fastest way where it takes at most this many times as long.
+# "auto" is near enough where the fastest way has at most this speedup over it.
 AUTO_SLACK = 1.05
 
 
@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def auto_over_best(self) -> float | None:
-        """How many times as long as the fastest way "auto" takes; None where it has no timing."""
+        """Speedup of the fastest way over "auto"; None where that has no timing."""
         time = self.times_us.get(self.auto)
         return None if time is None else time / self.times_us[self.best]
 

@@ -115,10 +115,7 @@ def profile(run: Callable[[], None], calls: int) -> Profile | None:
 
 
 def try_profile(run: Callable[[], None], calls: int) -> Profile | None:
-    """`profile` where it works, else None: for what is shown beside a time, not worth failing for.
-
-    Args and result are those of `profile`.
-    """
+    """`profile` where it works, else None: what is shown beside a time is not worth failing for."""
     try:
         return profile(run, calls)
     except Exception:  # no JAX, no CUPTI, another profiler attached
@@ -126,11 +123,7 @@ def try_profile(run: Callable[[], None], calls: int) -> Profile | None:
 
 
 def device_events(data: object) -> list[DeviceEvent]:
-    """The GPU's events in a trace.
-
-    Args:
-        data: a jax.profiler.ProfileData.
-    """
+    """The GPU's events in a trace, a jax.profiler.ProfileData."""
     return [
         DeviceEvent(event.name, event.start_ns, event.duration_ns)
         for plane in data.planes

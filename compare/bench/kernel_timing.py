@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from compare.agreement.expected import Yardstick
-from compare.agreement.metrics import Verdict
+from compare.agreement.expected import Expected
 from compare.bench.jax_profiler import Profile, profile, try_profile
 from compare.bench.timing import MIN_CALLS, SAMPLE_MS, SAMPLES, GraphTimer, Timing, input_sets
 from compare.common.console import progress
 from compare.common.errors import UnavailableError
-from compare.common.result_files import Record
+from compare.common.result_files import Record, Verdict
 from compare.implementations.kernels import KernelImplementation
 from compare.workloads.arrays import from_jax, poison
 from compare.workloads.kernels import KernelInputs, KernelWorkload
@@ -61,20 +60,14 @@ QUICK = Effort(samples=7, jax_sets=3, profiled_calls=12, thorough=False)
 
 def blank_record(implementation: KernelImplementation, workload: KernelWorkload) -> Record:
     """A record without any number."""
-    return Record(
-        workload.name,
-        implementation.name,
-        framework=implementation.framework,
-        dtype=workload.dtype,
-        head_dim=workload.head_dim,
-        heads=workload.heads,
-        ours=implementation.ours,
+    return workload.record(
+        implementation.name, framework=implementation.framework, ours=implementation.ours
     )
 
 
 def measure(
     implementation: KernelImplementation,
-    yardstick: Yardstick,
+    expected: Expected,
     effort: Effort = FULL,
     kernel: str = "",
 ) -> Record:
@@ -82,7 +75,7 @@ def measure(
 
     Args:
         implementation: what is timed.
-        yardstick: the workload and its answer.
+        expected: the workload and its answer.
         effort: how much time to spend.
         kernel: in JAX, part of the name of the kernels that are timed; default all of a call.
 
@@ -90,11 +83,11 @@ def measure(
         A record with median, spread and error; without a timing where the error breaks its rule or
         the implementation cannot run, `note` says why.
     """
-    blank = blank_record(implementation, yardstick.workload)
+    blank = blank_record(implementation, expected.workload)
     try:
         if implementation.framework == "torch":
-            return _time_torch(implementation, yardstick, blank, effort)
-        return _time_jax(implementation, yardstick, blank, effort, kernel)
+            return _time_torch(implementation, expected, blank, effort)
+        return _time_jax(implementation, expected, blank, effort, kernel)
     except Exception as error:  # what fails is reported; the run goes on
         return blank.failed(error)
     finally:
@@ -125,21 +118,21 @@ def measure_all(
     """
     shown = implementations if description is None else progress(implementations, description)
     try:
-        yardstick = Yardstick.of(workload, inputs)
-        return [measure(implementation, yardstick, effort, kernel) for implementation in shown]
+        expected = Expected.of(workload, inputs)
+        return [measure(implementation, expected, effort, kernel) for implementation in shown]
     except Exception as error:
         return [blank_record(each, workload).failed(error) for each in implementations]
 
 
 def _time_torch(
-    implementation: KernelImplementation, yardstick: Yardstick, blank: Record, effort: Effort
+    implementation: KernelImplementation, expected: Expected, blank: Record, effort: Effort
 ) -> Record:
-    call = implementation.prepare(yardstick.workload)
-    sets = input_sets(yardstick.inputs.qkv.nbytes)
+    call = implementation.prepare(expected.workload)
+    sets = input_sets(expected.inputs.qkv.nbytes)
     with torch.inference_mode():
-        timer = GraphTimer(call, yardstick.torch_arguments, sets)
+        timer = GraphTimer(call, expected.torch_arguments, sets)
         timing = timer.time(effort.samples)
-        verdict = yardstick.judge(timer.outputs())
+        verdict = expected.judge(timer.outputs())
         if not (implementation.ours and effort.thorough):
             return _timed(blank, verdict, timing, None)
         rounds = effort.profiled_rounds(timer.run_eagerly, timer.sets)
@@ -150,7 +143,7 @@ def _time_torch(
 
 def _time_jax(
     implementation: KernelImplementation,
-    yardstick: Yardstick,
+    expected: Expected,
     blank: Record,
     effort: Effort,
     kernel: str,
@@ -158,9 +151,9 @@ def _time_jax(
     import jax
     import jax.numpy as jnp
 
-    call = implementation.prepare(yardstick.workload)
-    count = input_sets(yardstick.inputs.qkv.nbytes, effort.jax_sets)
-    sets = [tuple(jnp.copy(x) for x in yardstick.jax_arguments) for _ in range(count)]
+    call = implementation.prepare(expected.workload)
+    count = input_sets(expected.inputs.qkv.nbytes, effort.jax_sets)
+    sets = [tuple(jnp.copy(x) for x in expected.jax_arguments) for _ in range(count)]
     outputs: list[Any] = []
 
     def run(rounds: int) -> None:
@@ -174,23 +167,18 @@ def _time_jax(
     profiled = profiled and profiled.of_kernel(kernel)
     if not (profiled and profiled.events):
         raise UnavailableError(f"JAX's profiler recorded no {kernel or 'kernel'} on the GPU")
-    verdict = yardstick.judge([from_jax(output) for output in outputs])
+    verdict = expected.judge([from_jax(output) for output in outputs])
     if verdict.passed:  # so far: once more, without what earlier calls wrote
         outputs.clear()
         poison(sets[0], len(sets))
         run(1)
-        verdict = yardstick.judge([from_jax(output) for output in outputs])
+        verdict = expected.judge([from_jax(output) for output in outputs])
     return _timed(blank, verdict, profiled.timing(), profiled)
 
 
 def _timed(blank: Record, verdict: Verdict, timing: Timing, profiled: Profile | None) -> Record:
     """The record with its timing, or without it where the error breaks the rule."""
-    record = replace(
-        blank,
-        relative_rms_error=verdict.error,
-        error_limit=verdict.limit,
-        passed=verdict.passed,
-    )
+    record = blank.judged(verdict)
     if not verdict.passed:
         return replace(record, note="not timed: the error breaks its rule")
     return replace(

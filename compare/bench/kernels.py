@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from compare.bench import ceilings as ceilings_module
 from compare.bench.ceilings import Ceilings
 from compare.bench.kernel_timing import measure_all
-from compare.bench.warm_up import warm_up
 from compare.common.console import number, print_missing, print_table, say
 from compare.common.errors import one_line
 from compare.common.result_files import Record
 from compare.implementations import kernels
 from compare.implementations.kernels import KernelImplementation
+from compare.implementations.warm_up import warm_up
 from compare.workloads.kernels import KernelWorkload
 
 
@@ -34,12 +34,8 @@ def bench_kernels(
 ) -> tuple[list[Record], Ceilings]:
     """Measure the GPU's ceilings and every implementation on every workload; print the tables.
 
-    Args:
-        workloads: what to measure on.
-        measured: default all_implementations().
-
-    Returns:
-        A record for each implementation of each workload, and the ceilings.
+    `measured` is all_implementations() by default. Returns a record for each of them on each
+    workload, and the ceilings.
     """
     ceilings = ceilings_module.measure()
     say(
@@ -87,4 +83,4 @@ def _print(workload: KernelWorkload, floor_us: float, records: Sequence[Record])
             for record in timed
         ],
     )
-    print_missing((r.implementation, r.note or "") for r in records if r.median_us is None)
+    print_missing(records)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from compare.agreement.expected import Yardstick
+from compare.agreement.expected import Expected
 from compare.bench.ceilings import Ceilings
 from compare.bench.kernel_timing import FULL, blank_record, measure
 from compare.common.console import number, print_missing, print_table, progress
@@ -37,14 +37,9 @@ def negation() -> KernelImplementation:
 
 
 def bench_rotation(workloads: Sequence[KernelWorkload], ceilings: Ceilings) -> list[Record]:
-    """Time both rotations and the negation, and print the table.
+    """Time both rotations and the negation on ROTATION_WORKLOADS, and print the table.
 
-    Args:
-        workloads: of ROTATION_WORKLOADS.
-        ceilings: of the same run; the share of the floor is that of the copy bandwidth.
-
-    Returns:
-        A record of each for every workload.
+    The ceilings are of the same run; the share of the floor is that of the copy bandwidth.
     """
     records: list[Record] = []
     for workload in progress(workloads, "rotation"):
@@ -63,10 +58,10 @@ def bench_rotation(workloads: Sequence[KernelWorkload], ceilings: Ceilings) -> l
 def _measure(workload: KernelWorkload) -> list[Record]:
     triton, pallas, plain = in_place(), kernels.pallas("none"), negation()
     try:
-        of_attention = Yardstick.of(workload)
+        of_attention = Expected.of(workload)
         negated = -_moved(workload, of_attention.torch_arguments[0]).double()
         return [
-            measure(triton, Yardstick.of_rotation(workload, of_attention.inputs)),
+            measure(triton, Expected.of_rotation(workload, of_attention.inputs)),
             measure(pallas, of_attention, FULL, kernel="rotate_kernel"),
             measure(plain, replace(of_attention, exact=negated, unfused_error=0.0)),
         ]
@@ -115,4 +110,4 @@ def _print(records: Sequence[Record]) -> None:
             for record in timed
         ],
     )
-    print_missing((r.implementation, r.note or "") for r in records if r.median_us is None)
+    print_missing(records)

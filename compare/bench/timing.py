@@ -6,7 +6,7 @@ times, so every call finds its inputs in memory, not in the cache, and host time
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,13 +130,18 @@ class GraphTimer:
         return statistics.median(samples)
 
     def _elapsed_ms(self, replays: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(replays):
-            self._graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
+        return elapsed_ms(self._graph.replay for _ in range(replays))
+
+
+def elapsed_ms(calls: Iterable[Callable[[], object]]) -> float:
+    """The GPU's time for calls that are queued without waiting in between."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for call in calls:
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def time_wall(call: Callable[[], Any], synchronize: Callable[[Any], None]) -> Timing:
@@ -146,13 +151,7 @@ def time_wall(call: Callable[[], Any], synchronize: Callable[[Any], None]) -> Ti
         call: one call; already warmed up.
         synchronize: waits until the call's result is there.
     """
-    samples: list[float] = []
-    deadline = time.perf_counter() + WALL_SECONDS
-    while len(samples) < 10 or (len(samples) < 100 and time.perf_counter() < deadline):
-        start = time.perf_counter()
-        synchronize(call())
-        samples.append((time.perf_counter() - start) * 1e6)
-    return Timing.of(samples)
+    return _time_calls(call, synchronize, 1, WALL_SECONDS, least=10, most=100)
 
 
 def time_row(
@@ -161,16 +160,24 @@ def time_row(
     """Time whole calls made in a row: each sample is a row's mean, waited for at its end.
 
     What a user of a tower sees who has many images: the host prepares a call while the GPU is busy
-    with the one before.
-
-    Args:
-        call, synchronize: as for `time_wall`.
-        alone_us: about how long a call takes.
+    with the one before. A call takes about `alone_us`.
     """
     calls = max(2, min(ROW_CALLS, int(ROW_SECONDS * 1e6 / 3 / alone_us)))
+    return _time_calls(call, synchronize, calls, ROW_SECONDS, least=3, most=30)
+
+
+def _time_calls(
+    call: Callable[[], Any],
+    synchronize: Callable[[Any], None],
+    calls: int,
+    seconds: float,
+    least: int,
+    most: int,
+) -> Timing:
+    """Samples of so many calls each, at least and at most so many, ended after some seconds."""
     samples: list[float] = []
-    deadline = time.perf_counter() + ROW_SECONDS
-    while len(samples) < 3 or (len(samples) < 30 and time.perf_counter() < deadline):
+    deadline = time.perf_counter() + seconds
+    while len(samples) < least or (len(samples) < most and time.perf_counter() < deadline):
         start = time.perf_counter()
         for _ in range(calls - 1):
             call()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from compare.agreement.metrics import relative_rms_error, tower_verdict
@@ -19,9 +18,9 @@ from compare.common.result_files import Record
 from compare.implementations import huggingface
 from compare.implementations.towers import (
     Directory,
-    HuggingFaceTower,
     Tower,
     TowerImplementation,
+    exact_tower,
     free_memory,
     hugging_face_sdpa,
     library_frame_towers,
@@ -29,14 +28,13 @@ from compare.implementations.towers import (
     peer_towers,
 )
 from compare.workloads import photographs
+from compare.workloads.photographs import Inputs
 from compare.workloads.towers import TowerWorkload
 from flax_models import VisionConfig
 
 _WARM_UP = 3
 _PROFILED_CALLS = 5  # of ours; of a peer, whose call may be 100,000 kernels, one
 _NAMED_KERNELS = 12  # the longest of a call, written to the result file by name
-
-Inputs = tuple[np.ndarray, np.ndarray]  # pixel_values, grid_thw
 
 
 def bench_towers(
@@ -48,14 +46,14 @@ def bench_towers(
 
     Args:
         workloads: what to measure on.
-        towers: what to measure beside the yardstick; default our two, also with libraries'
-            attention over frames, and their peers.
+        towers: what to measure beside Hugging Face's own, the baseline; default our two, also with
+            libraries' attention over frames, and their peers.
 
     Returns:
         A record for each tower on each workload, and the ceilings.
 
     Raises:
-        UnavailableError: photographs or the yardstick of a family are not installed.
+        UnavailableError: photographs or Hugging Face's tower of a family are not installed.
     """
     configs = list(dict.fromkeys(workload.config for workload in workloads))
     photographs.photographs()
@@ -80,7 +78,7 @@ def _bench_config(
     """Every implementation of one family's tower on its workloads."""
     # From small to large, because JAX's peak memory only ever grows.
     workloads = sorted(workloads, key=lambda workload: workload.tokens)
-    yardstick = hugging_face_sdpa()
+    baseline = hugging_face_sdpa()
     try:
         inputs = {workload.name: photographs.workload_input(workload) for workload in workloads}
         with tempfile.TemporaryDirectory() as directory:
@@ -90,12 +88,12 @@ def _bench_config(
             )
             huggingface.random_checkpoint(directory, config)
             run = _Run(directory, workloads, inputs, _exact_embeddings(directory, inputs))
-            records = run.measure(yardstick, limits=None)
+            records = run.measure(baseline, limits=None)
             limits = {r.workload: r.relative_rms_error for r in records if r.relative_rms_error}
             for implementation in progress(towers, "towers"):
                 records += run.measure(implementation, limits)
     except Exception as error:  # nothing to judge by: keep what is measured of other families
-        blanks = [blank for each in (yardstick, *towers) for blank in _blanks(each, workloads)]
+        blanks = [blank for each in (baseline, *towers) for blank in _blanks(each, workloads)]
         records = [blank.failed(error) for blank in blanks]
     by_workload = {
         workload.name: (
@@ -111,16 +109,12 @@ def _bench_config(
 
 
 def _exact_embeddings(directory: Directory, inputs: dict[str, Inputs]) -> dict[str, torch.Tensor]:
-    with huggingface.true_fp32():
-        tower = HuggingFaceTower(huggingface.load(directory, torch.float32))
+    with exact_tower(directory) as tower:
         # Kept on the host: the peak memory of a tower is to be its own.
-        exact = {
+        return {
             name: tower.tensor(tower.encode(*tower.put(*arrays))).cpu()
             for name, arrays in inputs.items()
         }
-    del tower
-    free_memory()
-    return exact
 
 
 def _blanks(
@@ -151,7 +145,7 @@ class _Run:
 
         Args:
             implementation: the tower, loaded here.
-            limits: the yardstick's error on each workload; None for the yardstick itself.
+            limits: the baseline's error on each workload; None for the baseline itself.
         """
         blanks = _blanks(implementation, self.workloads)
         if not blanks:
@@ -168,8 +162,8 @@ class _Run:
                 timed, embeddings = _time(tower, record, self.inputs[record.workload])
                 exact = self.exact[record.workload].to(embeddings.device)
                 error = relative_rms_error(embeddings, exact)
-                yardstick = error if limits is None else limits.get(record.workload)
-                judged = _judged(timed, error, yardstick, implementation.ours)
+                baseline = error if limits is None else limits.get(record.workload)
+                judged = _judged(timed, error, baseline, implementation.ours)
                 if judged.median_us is not None:
                     judged = _profiled(tower, judged, self.inputs[record.workload])
                 records.append(judged)
@@ -234,16 +228,14 @@ def _profiled(tower: Tower, record: Record, inputs: Inputs) -> Record:
     return replace(record, details=details)
 
 
-def _judged(record: Record, error: float, yardstick: float | None, ours: bool) -> Record:
+def _judged(record: Record, error: float, baseline: float | None, ours: bool) -> Record:
     """The record with its error, and without its timing where that breaks the rule."""
-    record = replace(record, relative_rms_error=error)
-    if yardstick is None:
-        return _untimed(record, "no bf16 yardstick to judge it by")
-    verdict = tower_verdict(error, yardstick, ours)
-    record = replace(record, error_limit=verdict.limit, passed=verdict.passed)
-    if not verdict.passed:
-        return _untimed(record, "the error breaks its rule")
-    return record
+    if baseline is None:
+        untimed = replace(record, relative_rms_error=error)
+        return _untimed(untimed, "no bf16 baseline to judge it by")
+    verdict = tower_verdict(error, baseline, ours)
+    record = record.judged(verdict)
+    return record if verdict.passed else _untimed(record, "the error breaks its rule")
 
 
 def _untimed(record: Record, reason: str) -> Record:
@@ -305,4 +297,4 @@ def _print(workload: TowerWorkload, records: Sequence[Record]) -> None:
                 for record in profiled
             ],
         )
-    print_missing((r.implementation, r.note or "") for r in records if r.median_us is None)
+    print_missing(records)

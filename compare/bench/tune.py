@@ -10,10 +10,15 @@ from typing import Any
 
 from compare.bench.kernel_timing import QUICK, measure_all
 from compare.bench.tuning_cases import Case
-from compare.bench.warm_up import draw_inputs, warm_up
 from compare.common.console import number, print_missing, print_table, progress
 from compare.common.result_files import Record
-from compare.implementations.kernels import KernelCall, KernelImplementation, require_jax_gpu
+from compare.implementations.kernels import (
+    KernelCall,
+    KernelImplementation,
+    our_attention,
+    require_jax_gpu,
+)
+from compare.implementations.warm_up import draw_inputs, warm_up
 from compare.workloads.kernels import KernelWorkload
 
 # What is in the table stays unless another launch is faster by more than this: tuning twice gives
@@ -87,12 +92,7 @@ class Choice:
 def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
     """Try every candidate of every case, beside what the table has; print old against new.
 
-    Args:
-        twin: the package.
-        cases: classes of shapes.
-
-    Returns:
-        The new Table and what was measured.
+    Returns the new Table and what was measured.
 
     Raises:
         UnavailableError: the framework does not use the GPU.
@@ -100,7 +100,7 @@ def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
     gpu, table = twin.gpu(), twin.launch_table.Table.read(twin.launch.TABLE_FILE)
     launches = [_launches(twin, case, table, gpu) for case in cases]
     jobs = [
-        (_candidate(twin, case, table.with_rows(gpu, [_row(twin, case, launch)])), case.workload)
+        (candidate(twin, case, table.with_rows(gpu, [row_for(twin, case, launch)])), case.workload)
         for case, tried in zip(cases, launches, strict=True)
         for launch in tried
     ]
@@ -120,15 +120,15 @@ def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
 def _launches(twin: Twin, case: Case, table: Any, gpu: Any) -> list[Any]:
     """What the table has for the case's workload, and then the candidates."""
     module, workload = twin.launch_table, case.workload
-    longest, rows = int(workload.lengths.max()), workload.tokens * workload.heads
-    shape = module.Shape(case.kernel, "half", workload.head_dim, longest, rows)
+    rows = workload.tokens * workload.heads
+    shape = module.Shape(case.kernel, "half", workload.head_dim, workload.longest, rows)
     bounded = twin.bounds_registers
     candidates = [fields for fields in case.candidates if bounded or "maxnreg" not in fields]
     tried = [table.find(gpu, shape), *(module.Launch(**fields) for fields in candidates)]
     return list(dict.fromkeys(tried))
 
 
-def _row(twin: Twin, case: Case, launch: Any) -> Any:
+def row_for(twin: Twin, case: Case, launch: Any) -> Any:
     conditions = case.max_head_dim, case.max_length, case.max_rows
     return twin.launch_table.Row(case.kernel, launch, "half", *conditions)
 
@@ -139,11 +139,11 @@ def _renewed(twin: Twin, table: Any, gpu: Any, choices: Sequence[Choice]) -> Any
     widest = max(choice.case.max_head_dim for choice in choices)
     old = table.devices[gpu.name].rows if gpu.name in table.devices else ()
     kept = [r for r in old if r.kernel not in tuned or (r.max_head_dim or widest + 1) > widest]
-    rows = [_row(twin, choice.case, choice.new) for choice in choices]
+    rows = [row_for(twin, choice.case, choice.new) for choice in choices]
     return table.with_rows(gpu, [*kept, *rows])
 
 
-def _candidate(twin: Twin, case: Case, table: Any) -> KernelImplementation:
+def candidate(twin: Twin, case: Case, table: Any) -> KernelImplementation:
     """An implementation that takes its launches from a table of its own."""
     return KernelImplementation(
         twin.name, twin.framework, partial(_prepare, twin, case, table), ours=True
@@ -151,12 +151,7 @@ def _candidate(twin: Twin, case: Case, table: Any) -> KernelImplementation:
 
 
 def _prepare(twin: Twin, case: Case, table: Any, workload: KernelWorkload) -> KernelCall:
-    attend = partial(
-        importlib.import_module(twin.package).fused_rope_attention_qkvpacked,
-        max_seqlen=int(workload.lengths.max()),
-        fuse=case.fuse,
-        implementation="triton",
-    )
+    attend = our_attention(twin.package, workload.longest, fuse=case.fuse)
 
     def call(*arguments: Any) -> Any:
         # Nothing else is tuned than the table's kernels.
@@ -191,9 +186,9 @@ def _choose(case: Case, tried: Sequence[Any], records: Sequence[Record]) -> Choi
 
 
 def _print(twin: Twin, choices: Sequence[Choice]) -> None:
-    fields = ", ".join(choices[0].old._fields)
+    names = choices[0].old._fields
     print_table(
-        f"Launches of {twin.name}: {fields}",
+        f"Launches of {twin.name}: {', '.join(names)}",
         ("class", "in the table", "us", "fastest", "us", "gain"),
         [
             [
@@ -208,10 +203,8 @@ def _print(twin: Twin, choices: Sequence[Choice]) -> None:
         ],
     )
     print_missing(
-        (f"{choice.case} ({_told([record.details[name] for name in choice.old._fields])})", note)
-        for choice in choices
-        for record in choice.records
-        if (note := record.note)
+        (record for choice in choices for record in choice.records),
+        lambda r: f"{r.details['class']} ({_told([r.details[name] for name in names])})",
     )
 
 

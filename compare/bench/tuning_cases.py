@@ -102,13 +102,7 @@ def _rotate_cases() -> Iterator[Case]:
         yield Case("rotate", head_dim, None, workload, "none", tries, rows)
 
 
-def _fields(
-    block: int, block_k: int, num_warps: int, num_stages: int, maxnreg: int | None = None
-) -> Fields:
-    fields = {
-        "block": block,
-        "block_k": block_k,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-    }
-    return fields | {"maxnreg": maxnreg} if maxnreg else fields
+def _fields(*values: int) -> Fields:
+    """A launch of these values; without a last one there is no bound on registers."""
+    names = ("block", "block_k", "num_warps", "num_stages", "maxnreg")
+    return dict(zip(names, values, strict=False))

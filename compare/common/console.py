@@ -1,11 +1,13 @@
 """What the command line prints: tables, progress and single lines, on one console."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+from compare.common.result_files import Record
 
 Item = TypeVar("Item")
 
@@ -38,12 +40,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     """Print a table, the first column left and the others right aligned.
 
     Columns that do not fit beside each other are split over several tables, each with the first
-    column; rich would cut the numbers.
-
-    Args:
-        title: above the table.
-        columns: headings.
-        rows: cells as plain text.
+    column; rich would cut the numbers. All is plain text.
     """
     say(title)  # not as the table's title, which would be wrapped to its width
     out = console()
@@ -73,15 +70,14 @@ def _least_width(columns: Sequence[Sequence[str]]) -> int:
     return cells + 3 * len(columns) + 1  # a bar and two spaces for each column, and a last bar
 
 
-def print_missing(reasons: Iterable[tuple[str, str]]) -> None:
-    """One line for each reason: who has no number because of it.
-
-    Args:
-        reasons: (name, reason) pairs.
-    """
+def print_missing(
+    records: Iterable[Record], name: Callable[[Record], str] = lambda record: record.implementation
+) -> None:
+    """One line for each reason why records have no time, with the names of those records."""
     names: dict[str, list[str]] = {}
-    for name, reason in reasons:
-        names.setdefault(reason, []).append(name)
+    for record in records:
+        if record.median_us is None:
+            names.setdefault(record.note or "", []).append(name(record))
     for reason, without in names.items():
         say(f"  no time for {', '.join(without)}: {reason}")
 

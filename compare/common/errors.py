@@ -10,12 +10,7 @@ class UnavailableError(RuntimeError):
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """The first non-empty line of an error's text, for a table cell.
-
-    Args:
-        error: what was raised.
-        limit: longest text in characters.
-    """
+    """The first line of an error's text, for a table cell: at most so many characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     if isinstance(error, UnavailableError | InputError) and lines:

@@ -27,6 +27,7 @@ _ALWAYS_WRITTEN = {
     "relative_rms_error": _Number,
 }
 # What reports read besides from every record of a part.
+_OF_STRESS = {"tried": str, "cases": int, "findings": int, "passed": bool}
 _OF_PART = {
     "fusion": {
         "fuse": str,
@@ -35,8 +36,22 @@ _OF_PART = {
         "segment_length": int,
         "auto": str | None,
     },
-    "trust": {"tried": str, "cases": int, "findings": int, "passed": bool},
+    "stress": _OF_STRESS,
+    "trust": _OF_STRESS,  # as files call it that were written before
 }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An error beside the limit that it was held to."""
+
+    error: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """NaN never passes."""
+        return self.error <= self.limit
 
 
 @dataclass(frozen=True)
@@ -89,6 +104,16 @@ class Record:
         """The record with its floor, and with its share of it where there is a timing."""
         share = floor_us / self.median_us if self.median_us else None
         return replace(self, floor_us=floor_us, share_of_floor=share)
+
+    def judged(self, verdict: Verdict, **changes: Any) -> "Record":
+        """The record with its error, what that was held to and what came of it."""
+        return replace(
+            self,
+            relative_rms_error=verdict.error,
+            error_limit=verdict.limit,
+            passed=verdict.passed,
+            **changes,
+        )
 
     def failed(self, error: BaseException) -> "Record":
         """The record with the reason why it has no numbers.

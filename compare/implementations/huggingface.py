@@ -1,4 +1,4 @@
-"""Hugging Face's tower: the checkpoint, the fp32 reference, the bf16 yardstick and two peers."""
+"""Hugging Face's tower: the checkpoint, the fp32 reference, the bf16 baseline and two peers."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compare.common.errors import UnavailableError
-from compare.implementations.varlen import load_varlen
+from compare.torch_tower.varlen import load_varlen
 from compare.workloads.arrays import torch_device
 from flax_models import VisionConfig
 
@@ -37,12 +37,7 @@ _SHARD = "500MB"  # several files, as real checkpoints come
 
 
 def random_checkpoint(directory: str | os.PathLike[str], config: VisionConfig) -> None:
-    """Write a tower with random bf16 weights by Hugging Face's own save_pretrained, in shards.
-
-    Args:
-        directory: where to; made if missing.
-        config: the tower's sizes.
-    """
+    """Write a tower with random bf16 weights by Hugging Face's own save_pretrained, in shards."""
     classes = vision_classes(config.model_type)
     sizes = classes.config(**_values(config))
     device = torch_device()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any, Literal
 
 from compare.common.environment import has_gpu
@@ -61,31 +62,27 @@ def require_jax_gpu() -> None:
         )
 
 
-def _prepare_triton(workload: KernelWorkload, fuse: str) -> KernelCall:
-    from triton_kernels import fused_rope_attention_qkvpacked
+def our_attention(package: str, max_seqlen: int, **options: Any) -> KernelCall:
+    """The kernel of a package, "triton_kernels" or "pallas_kernels", with its options bound.
 
-    return partial(
-        fused_rope_attention_qkvpacked,
-        max_seqlen=int(workload.lengths.max()),
-        fuse=fuse,
-        implementation="triton",
-    )
+    Args:
+        package: imported here.
+        max_seqlen: bound on a segment's length.
+        options: `fuse` and `scale` of the public function.
+    """
+    attend = import_module(package).fused_rope_attention_qkvpacked
+    return partial(attend, max_seqlen=max_seqlen, implementation="kernel", **options)
+
+
+def _prepare_triton(workload: KernelWorkload, fuse: str) -> KernelCall:
+    return our_attention("triton_kernels", workload.longest, fuse=fuse)
 
 
 def _prepare_pallas(workload: KernelWorkload, fuse: str = "auto") -> KernelCall:
     import jax
 
-    from pallas_kernels import fused_rope_attention_qkvpacked
-
     require_jax_gpu()
-    return jax.jit(
-        partial(
-            fused_rope_attention_qkvpacked,
-            max_seqlen=int(workload.lengths.max()),
-            fuse=fuse,
-            implementation="triton",
-        )
-    )
+    return jax.jit(our_attention("pallas_kernels", workload.longest, fuse=fuse))
 
 
 def _prepare_pallas_by_xla(workload: KernelWorkload) -> KernelCall:

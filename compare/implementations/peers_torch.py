@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compare.common.errors import UnavailableError
 from compare.implementations.kernels import KernelCall, KernelImplementation
-from compare.implementations.varlen import VarlenAttention, load_varlen
+from compare.torch_tower.varlen import VarlenAttention, load_varlen
 from compare.workloads.kernels import KernelWorkload
 
 # (qkv, cos, sin) -> q and k rotated, each [tokens, heads, head_dim]
@@ -37,14 +37,13 @@ def _pair(
     workload: KernelWorkload,
 ) -> KernelCall:
     attend = attention(workload)
-    rotate = rotation()
-    max_seqlen = int(workload.lengths.max())
+    rotate, longest = rotation(), workload.longest
 
     def call(
         qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> torch.Tensor:
         q, k = rotate(qkv, cos, sin)
-        return attend(q, k, qkv[:, 2], cu_seqlens, max_seqlen)
+        return attend(q, k, qkv[:, 2], cu_seqlens, longest)
 
     return call
 

@@ -1,5 +1,6 @@
 """Every tower under comparison behind one interface: ours in both frameworks, Hugging Face's."""
 
+import contextlib
 import gc
 import os
 from abc import ABC, abstractmethod
@@ -25,16 +26,19 @@ class Tower(ABC):
 
     framework: str
 
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
     @abstractmethod
     def put(self, pixel_values: np.ndarray, grid_thw: np.ndarray) -> tuple[Any, Any]:
         """Bring a call's inputs to where a user of the tower holds them: patches on the GPU."""
 
-    @abstractmethod
     def encode(self, pixel_values: Any, grid_thw: Any) -> Any:
         """One call: embeddings [tokens / 4, out_hidden_size] in the framework's array.
 
         With DeepStack (embeddings, features), features a tuple of such arrays.
         """
+        return self.model(pixel_values, grid_thw)
 
     @abstractmethod
     def wait(self, result: Any) -> None:
@@ -45,13 +49,13 @@ class Tower(ABC):
         embeddings, features = result if isinstance(result, tuple) else (result, ())
         return torch.cat([self._tensor(rows) for rows in (embeddings, *features)], dim=1)
 
-    @abstractmethod
     def _tensor(self, array: Any) -> torch.Tensor:
         """An array of the framework as a tensor on torch_device()."""
+        return array
 
-    @abstractmethod
     def hidden_states(self, pixel_values: Any, grid_thw: Any) -> Iterator[Any]:
         """The state after each block, [tokens, hidden_size], in window order."""
+        return self.model.hidden_states(pixel_values, grid_thw)
 
     def states(self, pixel_values: Any, grid_thw: Any) -> Iterator[torch.Tensor]:
         """The state after each block, then the embeddings of a call, all as tensors."""
@@ -68,27 +72,17 @@ class Tower(ABC):
         """Most device memory in use since then; None where it is not known."""
 
 
-class _TorchTower(Tower):
-    framework = "torch"
+class TorchTower(Tower):
+    """A tower of ours in PyTorch."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    framework = "torch"
 
     def put(self, pixel_values: np.ndarray, grid_thw: np.ndarray) -> tuple[Any, Any]:
         return torch.tensor(pixel_values, device=torch_device()), grid_thw
 
-    def encode(self, pixel_values: Any, grid_thw: Any) -> Any:
-        return self.model(pixel_values, grid_thw)
-
     def wait(self, result: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-
-    def _tensor(self, array: torch.Tensor) -> torch.Tensor:
-        return array
-
-    def hidden_states(self, pixel_values: Any, grid_thw: Any) -> Iterator[torch.Tensor]:
-        return self.model.hidden_states(pixel_values, grid_thw)
 
     def reset_peak_memory(self) -> None:
         if torch.cuda.is_available():
@@ -98,7 +92,7 @@ class _TorchTower(Tower):
         return torch.cuda.max_memory_allocated() / _MIB if torch.cuda.is_available() else None
 
 
-class HuggingFaceTower(_TorchTower):
+class HuggingFaceTower(TorchTower):
     """Hugging Face's tower as `huggingface.load` returns it, with its inputs on the GPU."""
 
     def put(self, pixel_values: np.ndarray, grid_thw: np.ndarray) -> tuple[Any, Any]:
@@ -112,20 +106,16 @@ class HuggingFaceTower(_TorchTower):
         return iter(huggingface.hidden_states(self.model, pixel_values, grid_thw))
 
 
-class _JaxTower(Tower):
-    framework = "jax"
+class JaxTower(Tower):
+    """A tower of ours in JAX."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self._peak_before = 0
+    framework = "jax"
+    _peak_before = 0
 
     def put(self, pixel_values: np.ndarray, grid_thw: np.ndarray) -> tuple[Any, Any]:
         import jax
 
         return jax.device_put(pixel_values), grid_thw
-
-    def encode(self, pixel_values: Any, grid_thw: Any) -> Any:
-        return self.model(pixel_values, grid_thw)
 
     def wait(self, result: Any) -> None:
         import jax
@@ -135,23 +125,20 @@ class _JaxTower(Tower):
     def _tensor(self, array: Any) -> torch.Tensor:
         return from_jax(array)
 
-    def hidden_states(self, pixel_values: Any, grid_thw: Any) -> Iterator[Any]:
-        return self.model.hidden_states(pixel_values, grid_thw)
-
     def reset_peak_memory(self) -> None:
         """JAX's peak is that of the process: measure from the smallest workload to the largest."""
-        self._peak_before = self._peak() or 0
+        self._peak_before = _jax_peak() or 0
 
     def peak_memory_mib(self) -> float | None:
-        peak = self._peak()
+        peak = _jax_peak()
         # A peak that did not grow was another call's, perhaps another tower's.
         return peak / _MIB if peak is not None and peak > self._peak_before else None
 
-    @staticmethod
-    def _peak() -> int | None:
-        import jax
 
-        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+def _jax_peak() -> int | None:
+    import jax
+
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 @dataclass(frozen=True)
@@ -195,7 +182,7 @@ def library_frame_towers() -> list[TowerImplementation]:
 
 
 def hugging_face_sdpa() -> TowerImplementation:
-    """The tower that users have today, and the yardstick of the tower rule."""
+    """The tower that users have today, whose error the tower rule allows ours."""
     return _hugging_face("Hugging Face SDPA", "SDPA")
 
 
@@ -213,6 +200,13 @@ def accelerated_towers() -> list[TowerImplementation]:
         TowerImplementation("accelerated", _load_accelerated, ours=True),
         TowerImplementation("accelerated, compiled", _load_compiled, ours=True),
     ]
+
+
+@contextlib.contextmanager
+def exact_tower(directory: Directory) -> Iterator[HuggingFaceTower]:
+    """Hugging Face's tower in true fp32, which every tower's error is measured against."""
+    with huggingface.true_fp32():
+        yield HuggingFaceTower(huggingface.load(directory, torch.float32))
 
 
 def free_memory() -> None:
@@ -238,14 +232,14 @@ def _hugging_face(name: str, attention: str) -> TowerImplementation:
 def _load_torch(directory: Directory, frame_attention: str = "fused") -> Tower:
     from compare.torch_tower import load_vision_tower
 
-    return _TorchTower(load_vision_tower(directory, frame_attention=frame_attention))
+    return TorchTower(load_vision_tower(directory, frame_attention=frame_attention))
 
 
 def _load_flax(directory: Directory, frame_attention: str = "fused") -> Tower:
     from flax_models import load_vision_tower
 
     require_jax_gpu()
-    return _JaxTower(load_vision_tower(directory, frame_attention=frame_attention))
+    return JaxTower(load_vision_tower(directory, frame_attention=frame_attention))
 
 
 def _if_available(load: Callable[[Directory], Tower], directory: Directory) -> Tower:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from compare.implementations.kernels import require_jax_gpu
+from compare.implementations.kernels import our_attention, require_jax_gpu
 from compare.stress.guards import guarded, guarded_results, intact, same_bits
 from compare.workloads.arrays import KernelArguments, from_jax, jax_arguments, torch_arguments
 from compare.workloads.kernels import KernelInputs
@@ -59,11 +59,7 @@ class Triton(Subject):
         return torch_arguments(inputs)
 
     def attend(self, arguments: KernelArguments, max_seqlen: int, **options: Any) -> torch.Tensor:
-        from triton_kernels import fused_rope_attention_qkvpacked
-
-        return fused_rope_attention_qkvpacked(
-            *arguments, max_seqlen=max_seqlen, implementation="triton", **options
-        )
+        return our_attention("triton_kernels", max_seqlen, **options)(*arguments)
 
     def attend_guarded(
         self, arguments: KernelArguments, max_seqlen: int, **options: Any
@@ -100,15 +96,7 @@ class Pallas(Subject):
 def _jitted(max_seqlen: int, options: tuple[tuple[str, Any], ...]) -> Any:
     import jax
 
-    from pallas_kernels import fused_rope_attention_qkvpacked
-
-    function = functools.partial(
-        fused_rope_attention_qkvpacked,
-        max_seqlen=max_seqlen,
-        implementation="triton",
-        **dict(options),
-    )
-    return jax.jit(function)
+    return jax.jit(our_attention("pallas_kernels", max_seqlen, **dict(options)))
 
 
 SUBJECTS = (Triton(), Pallas())

@@ -1,5 +1,21 @@
-"""The PyTorch vision tower, which mirrors `flax_models`."""
+"""The vision tower in PyTorch, the twin of the one in `flax_models`, with the same file names.
 
-from compare.torch_tower.tower import load_vision_tower
+`tower` holds it, of the layers in `blocks`, their `attention` (over whole frames also by a library
+of `varlen`), the `gated` activation and `gated_product`; `graphs` records passes, `inputs` and
+`device` bring patches to where they are encoded. What is NumPy alone is `flax_models.common`'s.
+
+PyTorch is imported when the tower is first asked for: other rooms take single modules of this one.
+"""
+
+from typing import Any
 
 __all__ = ["load_vision_tower"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the tower when it is first used (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from compare.torch_tower.tower import load_vision_tower
+
+    return load_vision_tower

@@ -10,11 +10,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compare.common.errors import one_line
-from compare.implementations.varlen import VarlenAttention, load_varlen
+from compare.torch_tower.varlen import VarlenAttention, load_varlen
 from flax_models import Layout, VisionConfig
+from flax_models.common.buckets import frame_length
 from flax_models.common.layout import inverse_frequencies
 from triton_kernels import fused_rope_attention_qkvpacked
-from triton_kernels.checks import IMPLEMENTATIONS
 from triton_kernels.launching.rotate_in_order import rotate_in_order
 from triton_kernels.reference import rotate_reference
 
@@ -77,7 +77,7 @@ def attend(qkv: torch.Tensor, segments: Segments) -> torch.Tensor:
 def _rotate_and_attend(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cu_seqlens: torch.Tensor, provider: str
 ) -> torch.Tensor:
-    rotate = _rotate_by_kernel if qkv.is_cuda else rotate_reference
+    rotate = rotate_by_kernel if qkv.is_cuda else rotate_reference
     heads = qkv.shape[2]
     rotated = rotate(qkv[:, :2].flatten(1, 2), cos, sin)
     q, k, v = rotated[:, :heads], rotated[:, heads:], qkv[:, 2]
@@ -96,7 +96,7 @@ def _(
     return qkv.new_empty((qkv.shape[0], *qkv.shape[2:]))
 
 
-def _rotate_by_kernel(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_by_kernel(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`rotate_reference` in one pass over memory."""
     rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current device
@@ -161,40 +161,17 @@ def _frame_bound(tokens: int) -> int:
 
 
 def _of_equal_frames(segments: Segments) -> Segments:
-    """Make sure that the segments are what cuDNN can take.
+    """Make sure that the segments are what cuDNN can take, as the twin does.
 
     cuDNN takes [frames, heads, tokens of a frame, head_dim]: all frames of one length, then padding
     by whole frames.
-
-    Returns:
-        The segments; with NaN for cosines, and so for results, where `cu_seqlens` hold other
-        frames than that.
-
-    Raises:
-        ValueError: the tokens are no multiple of the number of frames.
     """
     tokens, cu_seqlens = len(segments.cos), segments.cu_seqlens
     frames = len(cu_seqlens) - 1
-    if tokens % frames:
-        raise ValueError(
-            "frame_attention='cudnn' needs a layout of frames of one length, got "
-            f"{tokens:,} tokens in {frames:,} frames: plan it by `VisionTower.prepare`, or use "
-            "'fused'"
-        )
-    length, end = tokens // frames, cu_seqlens[-1]
+    length, end = frame_length(tokens, frames), cu_seqlens[-1]
     starts = length * torch.arange(frames + 1, device=cu_seqlens.device)
     equal = (cu_seqlens == starts.minimum(end)).all() & (end % length == 0)
     return replace(segments, cos=segments.cos.where(equal, torch.nan))
-
-
-def check_known(implementation: str, provider: str) -> None:
-    """Refuse a name that is none of IMPLEMENTATIONS or FRAME_ATTENTION with a ValueError."""
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-    if provider not in FRAME_ATTENTION:
-        raise ValueError(
-            f"frame_attention must be one of {', '.join(FRAME_ATTENTION)}, got {provider!r}"
-        )
 
 
 def check_provider(
@@ -202,14 +179,8 @@ def check_provider(
 ) -> None:
     """Try attention over frames, as a tower of this configuration will call it.
 
-    Args:
-        provider: one of FRAME_ATTENTION.
-        config: the tower's configuration.
-        dtype: of its activations.
-        device: where it lives.
-
     Raises:
-        ValueError: it does not run there; the message says why.
+        ValueError: it does not run on the device; the message says why.
     """
     if provider == "fused":  # runs everywhere
         return

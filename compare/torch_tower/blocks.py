@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from compare.torch_tower.attention import Segments, attend
-from compare.torch_tower.gated import Biases, add_product
+from compare.torch_tower.gated import add_product
 from compare.torch_tower.gated_product import gated_product
 from flax_models import VisionConfig
+from flax_models.common.weights import Biases
 
 
 class RMSNorm(nn.Module):
@@ -152,10 +153,10 @@ class LateNormMLP(nn.Module):
         self.bias = nn.Parameter(torch.zeros(2 * width))
         self.down = nn.Linear(width, hidden, bias=False)
 
-    def forward(self, stream: torch.Tensor, implementation: str) -> None:
+    def forward(self, residual: torch.Tensor, implementation: str) -> None:
         biases = Biases(self.stream_bias, self.product_bias, self.bias)
-        activated = gated_product(stream, self.gate_up.weight, biases, self.eps, implementation)
-        add_product(stream, activated, self.down.weight)
+        activated = gated_product(residual, self.gate_up.weight, biases, self.eps, implementation)
+        add_product(residual, activated, self.down.weight)
 
 
 class LateNormBlock(nn.Module):

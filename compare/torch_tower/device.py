@@ -34,7 +34,7 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return _uploader(device).copy(tensor)
 
 
-class _Uploader:
+class Uploader:
     """Copies to one GPU on a stream of its own."""
 
     _AHEAD = 2  # uploads that need not have been read when another begins
@@ -61,7 +61,7 @@ class _Uploader:
         return copied
 
 
-_uploader = functools.cache(_Uploader)
+_uploader = functools.cache(Uploader)
 
 
 def find_device(device: torch.device | str | None) -> torch.device:

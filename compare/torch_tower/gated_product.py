@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from compare.torch_tower.gated import Biases, gated_activation, load, silu_times
+from compare.torch_tower.gated import gated_activation, load, silu_times
+from flax_models.common.weights import Biases
 from triton_kernels.attention import runs_kernel
 from triton_kernels.kernels.tiles import cast, dot
 from triton_kernels.launching.table import next_power_of_2
@@ -43,30 +44,20 @@ _FEWEST_TOKENS = 2048
 
 
 def gated_product(
-    stream: torch.Tensor, weight: torch.Tensor, biases: Biases, eps: float, implementation: str
+    residual: torch.Tensor, weight: torch.Tensor, biases: Biases, eps: float, implementation: str
 ) -> torch.Tensor:
-    """silu(gate) x up of [gate, up] = (stream weight^T + biases.product) / rms + biases.output.
+    """silu(gate) x up of [gate, up] = (residual weight^T + biases.product) / rms + biases.output.
 
-    In one kernel where that is faster than in two.
-
-    Args:
-        stream: [tokens, hidden] floating; rms are the root mean squares of its rows with
-            biases.stream added.
-        weight: [2 x width, hidden], gate above up.
-        biases: see there.
-        eps: of the norm, added to the mean square.
-        implementation: as in `triton_kernels`.
-
-    Returns:
-        [tokens, width] in the dtype of the stream.
+    In one kernel where that is faster than in two. Arguments and result, [tokens, width] in the
+    dtype of the residual stream, are the twin's.
     """
-    return _multiply(stream, weight, *biases, eps, implementation)
+    return _multiply(residual, weight, *biases, eps, implementation)
 
 
 # An operator, so that compiled blocks take it as it is, and are not compiled again for few tokens.
 @torch.library.custom_op("late_norm::gated_product", mutates_args=())
 def _multiply(
-    stream: torch.Tensor,
+    residual: torch.Tensor,
     weight: torch.Tensor,
     stream_bias: torch.Tensor,
     product_bias: torch.Tensor,
@@ -75,19 +66,19 @@ def _multiply(
     implementation: str,
 ) -> torch.Tensor:
     biases = Biases(stream_bias, product_bias, bias)
-    if runs_kernel(stream.device, implementation) and _is_faster(stream, weight.shape[0] // 2):
-        return in_one_kernel(stream, weight, biases, eps)
-    product = _unnormed_product(stream, weight)
-    return gated_activation(product, stream, biases, eps, implementation)
+    if runs_kernel(residual.device, implementation) and _is_faster(residual, weight.shape[0] // 2):
+        return in_one_kernel(residual, weight, biases, eps)
+    product = _unnormed_product(residual, weight)
+    return gated_activation(product, residual, biases, eps, implementation)
 
 
 @_multiply.register_fake
-def _(stream: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
-    return stream.new_empty((stream.shape[0], weight.shape[0] // 2))
+def _(residual: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+    return residual.new_empty((residual.shape[0], weight.shape[0] // 2))
 
 
 def in_one_kernel(
-    stream: torch.Tensor, weight: torch.Tensor, biases: Biases, eps: float
+    residual: torch.Tensor, weight: torch.Tensor, biases: Biases, eps: float
 ) -> torch.Tensor:
     """What `gated_product` does, without asking what is faster.
 
@@ -97,19 +88,20 @@ def in_one_kernel(
         ValueError: a tile does not fit: hidden or width are no multiple of 64, or tokens or width
             fewer than 128.
     """
-    (tokens, hidden), width = stream.shape, weight.shape[0] // 2
+    (tokens, hidden), width = residual.shape, weight.shape[0] // 2
     if not _fits(tokens, hidden, width):
         raise ValueError(
             f"hidden must be a multiple of {_DEPTH}, width of {_COLUMN_UNIT}, tokens and width at "
             f"least {_BLOCK}, got {tokens}, {hidden}, {width}"
         )
-    stream, weight = _described(stream), _described(weight.view(2, width, hidden))
-    scale = norm_scale(stream, biases.stream, eps)
-    out = stream.new_empty((tokens, width))
-    programs = _multiprocessors(stream.device.index) if stream.is_cuda else _INTERPRETED_PROGRAMS
-    with torch.cuda.device_of(stream):  # Triton launches on the current device
+    residual, weight = _described(residual), _described(weight.view(2, width, hidden))
+    scale = norm_scale(residual, biases.residual, eps)
+    out = residual.new_empty((tokens, width))
+    device = residual.device
+    programs = _multiprocessors(device.index) if residual.is_cuda else _INTERPRETED_PROGRAMS
+    with torch.cuda.device_of(residual):  # Triton launches on the current device
         gated_product_kernel[(programs,)](
-            TensorDescriptor.from_tensor(stream, [_BLOCK, _DEPTH]),
+            TensorDescriptor.from_tensor(residual, [_BLOCK, _DEPTH]),
             TensorDescriptor.from_tensor(weight, [2, _BLOCK, _DEPTH]),
             scale, biases.product, biases.output,
             TensorDescriptor.from_tensor(out, [_BLOCK, _BLOCK]),
@@ -119,13 +111,13 @@ def in_one_kernel(
     return out
 
 
-def norm_scale(stream: torch.Tensor, stream_bias: torch.Tensor, eps: float) -> torch.Tensor:
+def norm_scale(residual: torch.Tensor, stream_bias: torch.Tensor, eps: float) -> torch.Tensor:
     """What rows are multiplied by, [tokens] fp32; the arguments are those of `in_one_kernel`."""
-    tokens, hidden = stream.shape
-    scale = stream.new_empty(tokens, dtype=torch.float32)
-    with torch.cuda.device_of(stream):
+    tokens, hidden = residual.shape
+    scale = residual.new_empty(tokens, dtype=torch.float32)
+    with torch.cuda.device_of(residual):
         norm_scale_kernel[(tokens,)](
-            stream, stream_bias, scale, eps, hidden, next_power_of_2(hidden),
+            residual, stream_bias, scale, eps, hidden, next_power_of_2(hidden),
             num_warps=_NORM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
     return scale
@@ -142,15 +134,15 @@ def _described(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
 
 
-def _is_faster(stream: torch.Tensor, width: int) -> bool:
+def _is_faster(residual: torch.Tensor, width: int) -> bool:
     """Whether one kernel is; measured on GPUs of compute capability 9.0."""
-    tokens, hidden = stream.shape
+    tokens, hidden = residual.shape
     return (
         tokens >= _FEWEST_TOKENS
         and _fits(tokens, hidden, width)
-        and stream.dtype.itemsize == 2
-        and stream.is_cuda
-        and _compute_capability(stream.device.index) == (9, 0)
+        and residual.dtype.itemsize == 2
+        and residual.is_cuda
+        and _compute_capability(residual.device.index) == (9, 0)
     )
 
 
@@ -175,22 +167,22 @@ def _unnormed_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def norm_scale_kernel(
-    stream_ptr, stream_bias_ptr, scale_ptr, eps,
+    residual_ptr, stream_bias_ptr, scale_ptr, eps,
     # width of a row, and the power of two that holds it
     HIDDEN: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """One over the root mean square of a token's row; one program for each token."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, CHANNELS)
-    in_stream = channel < HIDDEN
-    x = load(stream_ptr + token * HIDDEN + channel, in_stream)
-    x += load(stream_bias_ptr + channel, in_stream)
+    in_residual = channel < HIDDEN
+    x = load(residual_ptr + token * HIDDEN + channel, in_residual)
+    x += load(stream_bias_ptr + channel, in_residual)
     tl.store(scale_ptr + token, tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps))
 
 
 @triton.jit(do_not_specialize=("tokens",))
 def gated_product_kernel(
-    stream_desc, weight_desc,  # [tokens, HIDDEN]; [2, WIDTH, HIDDEN], gate and up
+    residual_desc, weight_desc,  # [tokens, HIDDEN]; [2, WIDTH, HIDDEN], gate and up
     scale_ptr, product_bias_ptr, bias_ptr,
     out_desc,  # [tokens, WIDTH]
     tokens,
@@ -205,7 +197,7 @@ def gated_product_kernel(
         row, column = place(tile, tokens, WIDTH, BLOCK, GROUP)
         acc = tl.zeros([BLOCK, 2 * BLOCK], tl.float32)
         for step in range(0, HIDDEN // DEPTH):
-            x = stream_desc.load([row, step * DEPTH])  # [BLOCK, DEPTH]
+            x = residual_desc.load([row, step * DEPTH])  # [BLOCK, DEPTH]
             w = weight_desc.load([0, column, step * DEPTH]).reshape(2 * BLOCK, DEPTH)
             acc = dot(x, tl.trans(w), acc)
         gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK, 2, BLOCK]), [0, 2, 1]))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compare.torch_tower.attention import check_known, check_provider, layout_segments
+from compare.torch_tower.attention import FRAME_ATTENTION, check_provider, layout_segments
 from compare.torch_tower.blocks import Block, LateNormBlock, PatchEmbed, PatchMerger, PositionTable
 from compare.torch_tower.device import as_tensor, find_device, free_memory
 from compare.torch_tower.graphs import GraphCache, first_rows
@@ -26,11 +26,12 @@ from flax_models.common.buckets import (
     check_token_buckets,
     exact_bucket,
 )
-from flax_models.common.config import check_head_dim
+from flax_models.common.config import check_head_dim, check_name
 from flax_models.common.grid import as_grid
 from flax_models.common.memory import check_memory
 from flax_models.common.weights import tower_weights
 from triton_kernels.attention import runs_kernel
+from triton_kernels.checks import IMPLEMENTATIONS
 
 # With DeepStack also the features of some blocks.
 Embeddings = torch.Tensor | tuple[torch.Tensor, tuple[torch.Tensor, ...]]
@@ -39,7 +40,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Every elementwise kernel gets the first of the launches that Inductor knows, eight elements a
 # thread. Left to tune, it would keep the fastest at the first call's size for all sizes to come: a
-# small image cannot tell them apart, and at 9,216 tokens the other takes 1.5 times as long.
+# small image cannot tell them apart, and at 9,216 tokens the first has a speedup of 1.5.
 COMPILER_OPTIONS = {"triton.autotune_pointwise": False}
 _VARIANTS = 256  # of one compiled function that a process may have; 8 by default
 
@@ -50,7 +51,7 @@ class VisionTower(nn.Module):
     Attributes:
         config: the tower's configuration.
         implementation: of the attention, as in `triton_kernels`.
-        frame_attention: what attends over whole frames, one of `torch_attention.FRAME_ATTENTION`;
+        frame_attention: what attends over whole frames, one of `attention.FRAME_ATTENTION`;
             after a change, `graphs.clear()` has to follow.
         token_buckets: padded token counts that calls choose from; None: the ladder of
             `choose_bucket`.
@@ -75,7 +76,8 @@ class VisionTower(nn.Module):
         """
         super().__init__()
         check_head_dim(config)
-        check_known(implementation, frame_attention)
+        check_name("implementation", implementation, IMPLEMENTATIONS)
+        check_name("frame_attention", frame_attention, FRAME_ATTENTION)
         self.config = config
         self.implementation = implementation
         self.frame_attention = frame_attention
@@ -136,17 +138,11 @@ class VisionTower(nn.Module):
                 the GPU it costs a synchronisation.
 
         Returns:
-            Embeddings [tokens / merge_unit, out_hidden_size] in `dtype` on `device`, in Hugging
-            Face's order: image after image, in each frame after frame, in each row after row of
-            merge units. A tower with DeepStack, Qwen3-VL's, returns (embeddings, features): in a
-            tuple the features of each block of `deepstack_visual_indexes`, of the embeddings'
-            shape and order.
+            Embeddings [tokens / merge_unit, out_hidden_size] in `dtype` on `device`, or from a
+            tower with DeepStack (embeddings, features), all as the twin returns them.
 
         Raises:
-            ValueError: a bad grid, more tokens than the largest bucket, `pixel_values` that do
-                not match the grid, or frames that `frame_attention` cannot take.
-            TypeError: `pixel_values` are not floating-point.
-            MemoryError: a pass over so many tokens does not fit in what memory is free.
+            ValueError, TypeError, MemoryError: where the twin raises them.
             RuntimeError: the caller records a CUDA graph, and the layout of `grid_thw` is not on
                 the GPU yet; record `encode` of what `prepare` returned before.
         """
@@ -309,9 +305,8 @@ def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Em
             (`VisionTower.prepare` returns both.)
 
     Returns:
-        Embeddings [tokens / merge_unit, out_hidden_size] in the tower's dtype, in Hugging Face's
-        order. Of a padded layout the first `layout.num_merged` rows are the images', the others
-        mean nothing. With DeepStack (embeddings, features) as from a call.
+        What a call does, of a padded layout with rows behind the images' first
+        `layout.num_merged` that mean nothing.
 
     Raises:
         ValueError: `pixel_values` have another shape than the layout asks for, or the layout has

@@ -1,1 +1,5 @@
-"""What they are run on."""
+"""What is run: named workloads, from which agreement, benchmarks and tuning take their shapes.
+
+`kernels` are single calls of the attention, `towers` calls of whole towers on `photographs`.
+`arrays` carries inputs from one framework to another, bit by bit.
+"""

@@ -7,7 +7,7 @@ import torch
 
 from compare.common.environment import has_gpu
 from compare.torch_tower.device import as_tensor
-from compare.workloads.kernels import KernelInputs, KernelWorkload
+from compare.workloads.kernels import DTYPES, KernelInputs, KernelWorkload
 
 # qkv, cos, sin, cu_seqlens of one framework: what every kernel implementation is called with.
 KernelArguments = tuple[Any, Any, Any, Any]
@@ -53,19 +53,15 @@ def jax_arguments(inputs: KernelInputs) -> KernelArguments:
     return tuple(jnp.array(x) for x in (inputs.qkv, inputs.cos, inputs.sin, inputs.cu_seqlens))
 
 
+def arguments_of(inputs: KernelInputs, framework: str) -> KernelArguments:
+    """A workload's inputs in the arrays of "torch" or "jax"."""
+    return jax_arguments(inputs) if framework == "jax" else torch_arguments(inputs)
+
+
 def blank_arguments(workload: KernelWorkload, framework: str) -> KernelArguments:
     """Arguments of a workload's shapes and segments, but zero: cheap, for compiling."""
-    tokens, heads, head_dim = workload.tokens, workload.heads, workload.head_dim
-    shapes = ((tokens, 3, heads, head_dim), *((tokens, workload.rotated_dims // 2),) * 2)
-    if framework == "torch":
-        dtypes = (getattr(torch, workload.dtype), torch.float32, torch.float32)
-        zeros = [
-            torch.zeros(shape, dtype=dtype, device=torch_device())
-            for shape, dtype in zip(shapes, dtypes, strict=True)
-        ]
-        return (*zeros, to_torch(workload.cu_seqlens))
-    import jax.numpy as jnp
-
-    dtypes = (workload.dtype, "float32", "float32")
-    zeros = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    return (*zeros, jnp.array(workload.cu_seqlens))
+    tokens = workload.tokens
+    qkv = np.zeros((tokens, 3, workload.heads, workload.head_dim), DTYPES[workload.dtype])
+    angles = np.zeros((tokens, workload.rotated_dims // 2), np.float32)
+    blank = KernelInputs(qkv, angles, angles, workload.cu_seqlens, workload.longest)
+    return arguments_of(blank, framework)

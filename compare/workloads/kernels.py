@@ -1,17 +1,18 @@
 """The named workloads: agreement, benchmarks and tuning all take their shapes from here.
 
 A kernel workload is one call of the attention operation; those of whole towers are in
-`tower_workloads`. Sizes in names are pixels a side of square images: `windows-896` is what a
+`workloads.towers`. Sizes in names are pixels a side of square images: `windows-896` is what a
 windowed layer of Qwen2.5-VL sees of one 896 x 896 image.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from compare.common.errors import InputError
+from compare.common.result_files import Record
 from flax_models import Layout, VisionConfig, plan_layout, rotary_angles
 
 PATCH = 14  # pixels a side
@@ -90,6 +91,11 @@ class KernelWorkload:
         return np.diff(self.cu_seqlens.astype(np.int64))
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest segment."""
+        return int(self.lengths.max())
+
+    @property
     def tokens(self) -> int:
         """Tokens of the call."""
         return int(sum(t * h * w for t, h, w in self.grid_thw))
@@ -116,7 +122,18 @@ class KernelWorkload:
             cos=cos,
             sin=sin,
             cu_seqlens=self.cu_seqlens,
-            max_seqlen=int(self.lengths.max()),
+            max_seqlen=self.longest,
+        )
+
+    def record(self, implementation: str, **fields: Any) -> Record:
+        """A record of an implementation, by its name, on this workload."""
+        return Record(
+            self.name,
+            implementation,
+            dtype=self.dtype,
+            head_dim=self.head_dim,
+            heads=self.heads,
+            **fields,
         )
 
     def _config(self) -> VisionConfig:

@@ -11,6 +11,8 @@ from compare.common.errors import UnavailableError
 from compare.workloads.towers import TowerWorkload, Visual
 from flax_models import ImageConfig, VisionConfig, preprocess
 
+Inputs = tuple[np.ndarray, np.ndarray]  # pixel_values, grid_thw
+
 
 def photographs() -> list[Image.Image]:
     """A temple in China and a flower, each 640 x 427 pixels.
@@ -27,9 +29,7 @@ def photographs() -> list[Image.Image]:
     return [Image.fromarray(pixels) for pixels in load_sample_images().images]
 
 
-def agreement_input(
-    config: VisionConfig, width: int | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def agreement_input(config: VisionConfig, width: int | None = None) -> Inputs:
     """Both photographs in one call; their sides are no multiples of Qwen2.5-VL's window.
 
     Args:
@@ -49,7 +49,7 @@ def agreement_input(
     return preprocess(images, _any_size(config))
 
 
-def workload_input(workload: TowerWorkload) -> tuple[np.ndarray, np.ndarray]:
+def workload_input(workload: TowerWorkload) -> Inputs:
     """The photographs in turn, cut and scaled to the workload's images; clips pan across them.
 
     Returns:

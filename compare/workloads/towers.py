@@ -104,6 +104,22 @@ TOWERS = {
     "qwen3-tower": VisionConfig.qwen3_vl_8b(),
 }
 
+# As the real towers are built, small enough for a CPU: two heads of their head_dim, windows and
+# frames where there are both, DeepStack features of a block in the middle.
+_SMALL = {"depth": 4, "num_heads": 2, "out_hidden_size": 192}
+SMALL_TOWERS = {
+    "tower": VisionConfig(
+        **_SMALL, hidden_size=160, intermediate_size=342, fullatt_block_indexes=(1, 3)
+    ),
+    "qwen2-tower": VisionConfig.of("qwen2_vl", **_SMALL, hidden_size=160, intermediate_size=640),
+    "qwen3-tower": VisionConfig.of(
+        "qwen3_vl",
+        **(_SMALL | {"hidden_size": 144, "intermediate_size": 538}),
+        num_position_embeddings=144,
+        deepstack_visual_indexes=(1,),
+    ),
+}
+
 TOWER_WORKLOADS = {
     workload.name: workload
     for tower, config in TOWERS.items()

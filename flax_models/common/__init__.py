@@ -1,1 +1,8 @@
-"""What both towers share, in NumPy alone."""
+"""What both towers share, in NumPy alone: neither JAX nor PyTorch is imported.
+
+- A tower's numbers: `config`, read by `config_json`; what sets the `families` apart.
+- Its weights: `checkpoint` reads them, `weights` gives them the form that both towers compute with.
+- Its input: `images` become patches by an `image_config`; `grid`, `buckets` and `layout` say how
+  the tokens of a call lie, how many are padded and who attends to whom.
+- `memory` refuses what cannot fit; `errors` are those that bad files raise.
+"""

@@ -207,6 +207,21 @@ def bucket_of_equal_frames(grid_thw: Any, bucket: Bucket, *, pad_one: bool) -> B
     return replace(bucket, frames=bucket.tokens // longest, frame_tokens=longest)
 
 
+def frame_length(tokens: int, frames: int) -> int:
+    """Tokens of each frame of a layout that `bucket_of_equal_frames` planned.
+
+    Raises:
+        ValueError: the tokens are no multiple of the number of frames.
+    """
+    if tokens % frames:
+        raise ValueError(
+            "frame_attention='cudnn' needs a layout of frames of one length, got "
+            f"{tokens:,} tokens in {frames:,} frames: plan it by `VisionTower.prepare`, or use "
+            "'fused'"
+        )
+    return tokens // frames
+
+
 def _roomy(usual: int, needed: int, most: int) -> int:
     """Double the usual size until it holds what is needed, but never past the most there can be."""
     while usual < needed:

@@ -5,7 +5,6 @@ are read, and every one of them is checked before the first is.
 """
 
 import os
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -183,16 +182,12 @@ def _locate(directory: Path, stack: ExitStack) -> dict[str, _File]:
 
 def _find_prefix(directory: Path, stored: Iterable[str], expected: Container[str]) -> str:
     """The prefix under which most of the tower's tensors are stored."""
-    matches = Counter(
-        {
-            prefix: sum(
-                name.startswith(prefix) and name[len(prefix) :] in expected for name in stored
-            )
-            for prefix in _PREFIXES
-        }
-    )
-    prefix, count = matches.most_common(1)[0]
-    if count == 0:
+    matches = {
+        prefix: sum(name.startswith(prefix) and name[len(prefix) :] in expected for name in stored)
+        for prefix in _PREFIXES
+    }
+    prefix = max(matches, key=matches.__getitem__)
+    if not matches[prefix]:
         raise CheckpointError(
             f"{directory} holds no vision tower: no tensor such as 'visual.patch_embed.proj.weight'"
         )

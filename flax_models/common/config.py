@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -274,6 +275,12 @@ def check_head_dim(config: VisionConfig) -> None:
             f"a tower's head_dim (hidden_size / num_heads) must be a multiple of 8, up to "
             f"{_MAX_HEAD_DIM}, got {config.head_dim}"
         )
+
+
+def check_name(option: str, name: str, known: Sequence[str]) -> None:
+    """Refuse an option of the towers that is none of the known names with a ValueError."""
+    if name not in known:
+        raise ValueError(f"{option} must be one of {', '.join(known)}, got {name!r}")
 
 
 def _is_int(value: Any) -> bool:

@@ -62,6 +62,8 @@ def _same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
+_SIZES = _same("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size")
+
 FAMILIES = {
     "qwen2_vl": Family(
         model_types=("qwen2_vl", "qwen2_vl_vision"),
@@ -94,9 +96,7 @@ FAMILIES = {
         mlp_inputs=("gate_proj", "up_proj"),
         mlp_output="down_proj",
         merger=("ln_q", "mlp.0", "mlp.2"),
-        config_keys=_same(
-            "depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size"
-        ),
+        config_keys=_SIZES,
         # transformers' hidden_size is no published tower's.
         config_defaults={
             "depth": 32,
@@ -115,10 +115,7 @@ FAMILIES = {
         mlp_inputs=("linear_fc1",),
         mlp_output="linear_fc2",
         merger=("norm", "linear_fc1", "linear_fc2"),
-        config_keys=_same(
-            *("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size"),
-            *("num_position_embeddings", "deepstack_visual_indexes"),
-        ),
+        config_keys=_SIZES | _same("num_position_embeddings", "deepstack_visual_indexes"),
         defaults={
             "depth": 27,
             "hidden_size": 1152,

@@ -25,13 +25,13 @@ def pass_bytes(config: VisionConfig, tokens: int, dtype: DTypeLike) -> int:
     """
     dtype = np.dtype(dtype)
     hidden, width = config.hidden_size, config.aligned_intermediate_size
-    # The stream, normed; what comes before the activation, gate and up or one, and after it. Behind
-    # a late norm of fp16 gate and up are fp32.
+    # The residual stream, normed; what comes before the activation, gate and up or one, and after
+    # it. Behind a late norm of fp16 gate and up are fp32.
     before = len(config.family.mlp_inputs) * width
     if config.family.late_norm and dtype == np.float16:
         before *= 2
     in_mlp = 2 * hidden + before + width
-    in_attention = 8 * hidden  # the stream, normed; q, k, v; q and k rotated; attended
+    in_attention = 8 * hidden  # the residual stream, normed; q, k, v; q and k rotated; attended
     return tokens * dtype.itemsize * max(in_mlp, in_attention)
 
 

@@ -15,6 +15,7 @@ Every matrix stays [out, in]: loading is copying. What changes:
 
 import re
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
 import numpy as np
@@ -29,6 +30,20 @@ _GATE_OF_ONE = 32.0
 
 # What a block with a late norm has in its MLP.
 _OF_LATE_NORM = re.compile(r"blocks\.\d+\.(norm2\.weight|attn\.proj\.bias)")
+
+
+class Biases(NamedTuple):
+    """What an MLP behind a late norm adds on its way, arrays of any floating dtype.
+
+    Attributes:
+        residual: [hidden], which the residual stream lacks.
+        product: [2 x width], which its product lacks by that.
+        output: [2 x width], of gate and up.
+    """
+
+    residual: Any
+    product: Any
+    output: Any
 
 
 def tower_weights(
@@ -89,8 +104,8 @@ def _late_norm_mlp(
 
     - `gate_up.weight` has the norm's weights multiplied in.
     - The first padded channel is always 1, and its column of `down.weight` adds two biases to the
-      stream: the MLP's, and that of the attention's output.
-    - The latter the stream lacks until then, `stream_bias`, and the first product its share of it,
+      residual stream: the MLP's, and that of the attention's output.
+    - The latter is missing there until then, `stream_bias`, and its share of the first product,
       `product_bias`.
 
     All of it is exact but for one rounding of each number.

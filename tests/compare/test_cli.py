@@ -197,23 +197,39 @@ def test_a_run_on_some_workloads_leaves_the_whole_runs_file_alone(
 def test_stress_writes_its_file_and_says_what_it_found(
     monkeypatch, findings, status, tmp_path, capsys
 ):
-    from compare.stress import stress
+    from compare.stress import checks
 
-    def check_trust(seconds):
+    def check_stress(seconds):
         assert seconds == 7.5
-        return [stress._record("place", "triton", "moved", 9, ["differs"] * findings)]
+        return [checks.outcome("place", "triton", "moved", 9, ["differs"] * findings)]
 
-    monkeypatch.setattr(stress, "check_trust", check_trust)
-    path = tmp_path / "trust.json"
-    assert cli.main(["trust", "--seconds", "7.5", "--json", str(path)]) == status
+    monkeypatch.setattr(checks, "check_stress", check_stress)
+    path = tmp_path / "stress.json"
+    assert cli.main(["stress", "--seconds", "7.5", "--json", str(path)]) == status
     assert result_files.read(path).records[0]["cases"] == 9
     said = capsys.readouterr().out
     assert ("nothing: 9 cases" if findings == 0 else "in 1 of 1 checks") in said
 
 
+def test_trust_is_another_word_for_stress_that_no_help_lists(monkeypatch, tmp_path, capsys):
+    from compare.stress import checks
+
+    found = [checks.outcome("place", "triton", "moved", 9, [])]
+    monkeypatch.setattr(checks, "check_stress", lambda seconds: found)
+    assert cli.main(["trust", "--results", str(tmp_path)]) == commands.AGREES
+    (written,) = tmp_path.rglob("*.json")
+    assert (written.name, result_files.read(written).part) == ("stress.json", "stress")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    helped = capsys.readouterr().out
+    assert "stress" in helped
+    assert "trust" not in helped
+
+
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
 def test_stress_takes_a_positive_time(seconds, capsys):
-    assert cli.main(["trust", "--seconds", seconds]) == commands.BAD_INPUT
+    assert cli.main(["stress", "--seconds", seconds]) == commands.BAD_INPUT
     assert "expected a positive number" in sentence(capsys)
 
 

@@ -64,7 +64,7 @@ def tower_program(name: str, side: int, depth: int) -> str:
         fullatt_block_indexes=(0,) if config.window_size else config.fullatt_block_indexes,
         deepstack_visual_indexes=(0,) if config.deepstack_visual_indexes else (),
     )
-    tower = nnx.eval_shape(lambda: VisionTower(config, jnp.bfloat16, implementation="triton"))
+    tower = nnx.eval_shape(lambda: VisionTower(config, jnp.bfloat16, implementation="kernel"))
     grid = np.array([(1, side, side)])
     layout = plan_layout(config, grid, choose_bucket(config, grid))
     patches = jax.ShapeDtypeStruct((len(layout.window_order), config.patch_dim), jnp.float32)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_models.gated import Biases, gated_activation
+from flax_models.common.weights import Biases
+from flax_models.gated import gated_activation
 from pallas_kernels.launching.compile import compiling_by
 from pallas_kernels.launching.devices import local_gpu
 from tests.gated_contract import EPS, GatedContract, draw, oracle, relative_error
@@ -15,16 +16,16 @@ from tests.pallas_kernels.launching.test_lowering import cuda_device
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
-def run(product, stream, biases, eps, implementation):
-    return gated_activation(product, stream, Biases(*biases), eps, implementation)
+def run(product, residual, biases, eps, implementation):
+    return gated_activation(product, residual, Biases(*biases), eps, implementation)
 
 
 class TestGatedActivation(GatedContract):
-    implementations = ("reference", "triton", "auto")
+    implementations = ("reference", "kernel", "auto")
 
     @staticmethod
-    def activate(product, stream, biases, eps, implementation):
-        arrays = jax.tree.map(jnp.asarray, (product, stream, biases))
+    def activate(product, residual, biases, eps, implementation):
+        arrays = jax.tree.map(jnp.asarray, (product, residual, biases))
         return np.asarray(run(*arrays, eps, implementation))
 
     @staticmethod
@@ -33,14 +34,14 @@ class TestGatedActivation(GatedContract):
 
 
 def test_gradients_are_the_references():
-    product, stream, biases = jax.tree.map(jnp.asarray, draw(3, 24, 16))
+    product, residual, biases = jax.tree.map(jnp.asarray, draw(3, 24, 16))
 
     def loss(implementation, *arguments):
         return (run(*arguments, EPS, implementation) ** 2).sum()
 
     ours, theirs = (
-        jax.grad(functools.partial(loss, name), argnums=(0, 1, 2))(product, stream, biases)
-        for name in ("triton", "reference")
+        jax.grad(functools.partial(loss, name), argnums=(0, 1, 2))(product, residual, biases)
+        for name in ("kernel", "reference")
     )
     for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.abs(their).max() > 0
@@ -48,18 +49,18 @@ def test_gradients_are_the_references():
 
 
 def test_vmap():
-    product, stream, biases = draw(6, 24, 16)
-    calls = product.reshape(2, 3, -1), stream.reshape(2, 3, -1)
-    together = jax.vmap(lambda p, s: run(p, s, biases, EPS, "triton"))(*calls)
-    exact = oracle(product, stream, biases)
+    product, residual, biases = draw(6, 24, 16)
+    calls = product.reshape(2, 3, -1), residual.reshape(2, 3, -1)
+    together = jax.vmap(lambda p, s: run(p, s, biases, EPS, "kernel"))(*calls)
+    exact = oracle(product, residual, biases)
     assert relative_error(np.asarray(together).reshape(6, -1), exact) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_lowers_for_a_gpu_as_one_kernel(dtype):
-    product, stream, biases = draw(64, 1280, 3456, dtype)
+    product, residual, biases = draw(64, 1280, 3456, dtype)
     with cuda_device(), compiling_by("xla"):  # which leaves the launch legible
-        lowered = run.trace(product, stream, biases, EPS, "triton").lower(
+        lowered = run.trace(product, residual, biases, EPS, "kernel").lower(
             lowering_platforms=("cuda",)
         )
     assert lowered.as_text().count("gpu$xla.gpu.triton") == 1

@@ -22,12 +22,12 @@ TOKENS, HIDDEN, WIDTH = 2304, 1280, 3456  # Qwen2.5-VL 7B's, one image of 672 px
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_nothing_spills(found, tmp_path, dtype):
     shapes = (TOKENS, 2 * WIDTH), (TOKENS, HIDDEN), (HIDDEN,), (2 * WIDTH,), (2 * WIDTH,)
-    product, stream, *biases = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
+    product, residual, *biases = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
     divisors = jax.jit(functools.partial(norm_scale, eps=EPS))
     with cuda_device():
         for traced in (
-            divisors.trace(stream, biases[0]),
-            run.trace(product, stream, biases, EPS, "triton"),
+            divisors.trace(residual, biases[0]),
+            run.trace(product, residual, biases, EPS, "kernel"),
         ):
             traced.lower(lowering_platforms=("cuda",))
     assert [kernel.name for kernel in found.kernels] == ["norm_scale_kernel", "gated_kernel"]

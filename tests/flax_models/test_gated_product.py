@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
 from flax_models import gated_product as gated_product_module
-from flax_models.gated import Biases
+from flax_models.common.weights import Biases
 from flax_models.gated_product import HAVE_MOSAIC, gated_product, in_one_kernel
 from pallas_kernels.launching.compile import compiling_by
 from pallas_kernels.launching.devices import local_gpu
@@ -23,29 +23,29 @@ needs_mosaic = pytest.mark.skipif(not HAVE_MOSAIC, reason="the kernel is for JAX
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
-def run(stream, weight, biases, eps, implementation):
-    return gated_product(stream, weight, Biases(*biases), eps, implementation)
+def run(residual, weight, biases, eps, implementation):
+    return gated_product(residual, weight, Biases(*biases), eps, implementation)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
-def run_in_one(stream, weight, biases, eps, interpret):
-    return in_one_kernel(stream, weight, Biases(*biases), eps, interpret)
+def run_in_one(residual, weight, biases, eps, interpret):
+    return in_one_kernel(residual, weight, Biases(*biases), eps, interpret)
 
 
 class TestGatedProduct(GatedProductContract):
-    implementations = ("reference", "triton", "auto")
+    implementations = ("reference", "kernel", "auto")
     why_not_in_one = None if HAVE_MOSAIC else "the kernel is for JAX 0.11.2 and 0.12"
     has_one_kernel = HAVE_MOSAIC
     row_unit = 8
 
     @staticmethod
-    def multiply(stream, weight, biases, eps, implementation):
-        arrays = jax.tree.map(jnp.asarray, (stream, weight, biases))
+    def multiply(residual, weight, biases, eps, implementation):
+        arrays = jax.tree.map(jnp.asarray, (residual, weight, biases))
         return np.asarray(run(*arrays, eps, implementation))
 
     @staticmethod
-    def multiply_in_one(stream, weight, biases, eps):
-        arrays = jax.tree.map(jnp.asarray, (stream, weight, biases))
+    def multiply_in_one(residual, weight, biases, eps):
+        arrays = jax.tree.map(jnp.asarray, (residual, weight, biases))
         return np.asarray(run_in_one(*arrays, eps, local_gpu() is None))
 
     @staticmethod
@@ -64,9 +64,9 @@ def launches_one_kernel(monkeypatch, tokens, hidden, width, dtype):
     ways = []
     for way in ("differentiable", "unnormed_product", "gated_activation"):
         monkeypatch.setattr(gated_product_module, way, lambda *_, way=way: ways.append(way))
-    stream = jax.ShapeDtypeStruct((tokens, hidden), dtype)
+    residual = jax.ShapeDtypeStruct((tokens, hidden), dtype)
     weight = jax.ShapeDtypeStruct((2 * width, hidden), dtype)
-    gated_product(stream, weight, Biases(None, None, None), EPS, "auto")
+    gated_product(residual, weight, Biases(None, None, None), EPS, "auto")
     assert ways in (["differentiable"], ["unnormed_product", "gated_activation"])
     return ways == ["differentiable"]
 
@@ -99,17 +99,17 @@ def test_groups_of_warps_do_not_race(monkeypatch):
 
 
 def test_gradients_are_the_references(monkeypatch):
-    stream, weight, biases = jax.tree.map(jnp.asarray, draw(136, 64, 192, "float16"))
+    residual, weight, biases = jax.tree.map(jnp.asarray, draw(136, 64, 192, "float16"))
 
     def loss(implementation, *arguments):
         return (run(*arguments, EPS, implementation).astype(jnp.float32) ** 2).sum()
 
     theirs = jax.grad(functools.partial(loss, "reference"), argnums=(0, 1, 2))(
-        stream, weight, biases
+        residual, weight, biases
     )
     monkeypatch.setattr(gated_product_module, "_is_faster", lambda *_: HAVE_MOSAIC)
     jax.clear_caches()
-    ours = jax.grad(functools.partial(loss, "triton"), argnums=(0, 1, 2))(stream, weight, biases)
+    ours = jax.grad(functools.partial(loss, "kernel"), argnums=(0, 1, 2))(residual, weight, biases)
     jax.clear_caches()
     for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.abs(their).max() > 0
@@ -138,21 +138,23 @@ def test_what_fits_a_tile_lowers_for_a_gpu(tokens, width):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("implementation", ["auto", "triton"])
+@pytest.mark.parametrize("implementation", ["auto", "kernel"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_layers_lower_for_a_gpu_as_the_divisors_and_one_kernel(monkeypatch, dtype, implementation):
     """The kernel for all layers once: each would be compiled for a second. Gate and up are one
     product of 256 columns in it, as in the twin.
     """
     monkeypatch.setattr(gated_product_module, "_is_faster", lambda *_: True)
-    stream, weight, biases = draw(2304, 1280, 3456, dtype)
+    residual, weight, biases = draw(2304, 1280, 3456, dtype)
 
-    def layers(stream, weight, biases):
+    def layers(residual, weight, biases):
         biases = Biases(*biases)
-        return [gated_product(stream, weight + i, biases, EPS, implementation) for i in range(3)]
+        return [gated_product(residual, weight + i, biases, EPS, implementation) for i in range(3)]
 
     with cuda_device(), compiling_by("xla"):  # which leaves the launch legible
-        lowered = jax.jit(layers).trace(stream, weight, biases).lower(lowering_platforms=("cuda",))
+        lowered = (
+            jax.jit(layers).trace(residual, weight, biases).lower(lowering_platforms=("cuda",))
+        )
     text = lowered.as_text()
     assert text.count("@mosaic_gpu_v2") == 1
     assert "gpu$xla.gpu.triton" in text

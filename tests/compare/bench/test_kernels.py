@@ -156,7 +156,7 @@ def test_ours_is_wrong_where_nothing_could_be_judged(monkeypatch):
     def broken(*_):
         raise RuntimeError("the GPU is gone")
 
-    monkeypatch.setattr(kernel_timing.Yardstick, "of", broken)
+    monkeypatch.setattr(kernel_timing.Expected, "of", broken)
     records = bench(right(), replace(right("peer"), ours=False))
     assert [record.passed for record in records] == [False, None]
 
@@ -175,7 +175,7 @@ def test_a_peer_that_is_not_measured_has_no_reason_either(monkeypatch):
     def broken(*_):
         raise RuntimeError("the GPU is gone")
 
-    monkeypatch.setattr(kernel_timing.Yardstick, "of", broken)
+    monkeypatch.setattr(kernel_timing.Expected, "of", broken)
     fast, slow = (replace(right(name), ours=False) for name in ("fast", "slow"))
     records, _ = bench_kernels([replace(TINY, peers=("fast",))], [right(), fast, slow])
     assert [record.implementation for record in records] == ["triton", "fast"]

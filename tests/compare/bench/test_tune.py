@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("jax")
 
 from compare import cli, commands
-from compare.agreement.expected import Yardstick
+from compare.agreement.expected import Expected
 from compare.agreement.oracle import unfused
 from compare.bench import tune, tuning_cases
 from compare.bench.tune import TWINS
@@ -59,7 +59,7 @@ def times(monkeypatch, tmp_path):
     table.write_text(TWINS["triton"].launch.TABLE_FILE.read_text())
     monkeypatch.setattr(TWINS["triton"].launch, "TABLE_FILE", table)
     monkeypatch.setattr(TWINS["triton"].launch, "gpu", lambda _: GPU)
-    monkeypatch.setattr(tune, "_candidate", candidate)
+    monkeypatch.setattr(tune, "candidate", candidate)
     return made_up
 
 
@@ -119,7 +119,7 @@ def test_candidates_are_launched_as_their_table_says():
     made = case(8)
     for twin in TWINS.values():
         module = twin.launch_table
-        row = tune._row(twin, made, module.Launch(**fields(8)))
+        row = tune.row_for(twin, made, module.Launch(**fields(8)))
         table = module.Table.read(twin.launch.TABLE_FILE).with_rows(GPU, [row])
         found = table.find(GPU, module.Shape("window", "half", 64, 16, 32))
         assert found.num_warps == 8
@@ -134,14 +134,14 @@ def test_a_candidate_computes_what_it_should(name, kernel):
     twin = TWINS[name]
     module = twin.launch_table
     made = replace(case(), kernel=kernel, fuse="qk" if kernel == "window" else "none")
-    row = tune._row(twin, made, module.Launch(16, 16, 1, 1))
+    row = tune.row_for(twin, made, module.Launch(16, 16, 1, 1))
     table = module.Table.read(twin.launch.TABLE_FILE).with_rows(GPU, [row])
     inputs = TINY.inputs()
-    call = tune._candidate(twin, made, table).prepare(TINY)
+    call = tune.candidate(twin, made, table).prepare(TINY)
     in_jax = twin.framework == "jax"
     output = call(*(jax_arguments(inputs) if in_jax else torch_arguments(inputs)))
-    yardstick = Yardstick.of(TINY, inputs)
-    assert yardstick.judge([from_jax(output) if in_jax else output]).passed
+    expected = Expected.of(TINY, inputs)
+    assert expected.judge([from_jax(output) if in_jax else output]).passed
 
 
 def test_cases_and_candidates_are_well_formed():

@@ -99,6 +99,7 @@ def test_unreadable_files(tmp_path, content, message):
     ("part", "lacking"),
     [
         ("fusion", "fuse, head_dim, rotary_dim, segment_length, auto"),
+        ("stress", "tried, cases, findings"),
         ("trust", "tried, cases, findings"),
     ],
 )

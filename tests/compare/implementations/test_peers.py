@@ -1,8 +1,5 @@
 """The baselines compute the same operation, and say why where they cannot run."""
 
-import itertools
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -13,25 +10,16 @@ from compare.agreement.oracle import oracle, unfused
 from compare.common import environment
 from compare.common.environment import has_gpu
 from compare.common.errors import UnavailableError
-from compare.implementations import varlen
+from compare.implementations import peers_torch
 from compare.implementations.kernels import KernelImplementation
 from compare.implementations.peers_jax import jax_peers, padding_indices
 from compare.implementations.peers_torch import torch_peers
 from compare.workloads.kernels import KernelWorkload, variant
+from tests.compare.naive import naive_varlen
 
 EQUAL = KernelWorkload("equal", "windows", ((1, 8, 16),), heads=2, head_dim=16)
 MIXED = KernelWorkload("mixed", "windows", ((1, 8, 10), (1, 2, 6)), heads=2, head_dim=16)
 WORKLOADS = [EQUAL, MIXED, variant(MIXED, rotary_dim=8)]
-
-
-def naive_varlen(q, k, v, cu_seqlens, max_seqlen):
-    out = torch.empty_like(q)
-    for start, end in itertools.pairwise(cu_seqlens.tolist()):
-        assert end - start <= max_seqlen
-        s = slice(start, end)
-        p = torch.einsum("qhd,khd->hqk", q[s].float(), k[s].float()) * q.shape[-1] ** -0.5
-        out[s] = torch.einsum("hqk,khd->qhd", p.softmax(-1), v[s].float()).to(q.dtype)
-    return out
 
 
 def assert_right(implementation, workload):
@@ -53,13 +41,13 @@ def test_xla_computes_the_operation(workload):
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
 def test_in_place_rotation_computes_the_operation(monkeypatch, workload):
-    monkeypatch.setattr(varlen, "_torch_fa2", lambda: naive_varlen)
+    monkeypatch.setattr(peers_torch, "load_varlen", lambda name: naive_varlen)
     assert_right(by_name(torch_peers(), "in-place rope + FA2 varlen"), workload)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
 def test_the_rotation_that_is_compiled_computes_the_operation(monkeypatch, workload):
-    monkeypatch.setattr(varlen, "_torch_fa2", lambda: naive_varlen)
+    monkeypatch.setattr(peers_torch, "load_varlen", lambda name: naive_varlen)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     assert_right(by_name(torch_peers(), "torch.compile rope + FA2 varlen"), workload)
 
@@ -88,33 +76,6 @@ def test_a_missing_library_is_named(monkeypatch):
 def test_cudnn_needs_segments_of_one_length():
     with pytest.raises(UnavailableError, match="segments of one length"):
         by_name(torch_peers(), "in-place rope + cuDNN SDPA").prepare(MIXED)
-
-
-def test_a_bare_fa3_binary_is_called_by_argument_names():
-    names = [
-        "q",
-        "k",
-        "v",
-        "out",
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "max_seqlen_q",
-        "softmax_scale",
-        "is_causal",
-    ]
-
-    def operator(*values):
-        return [dict(zip(names, values, strict=True))]
-
-    operator._schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in names])
-    q, k, v, cu_seqlens = (torch.full((3, 1, 4), float(x)) for x in range(4))
-    given = varlen._bare_fa3(operator)(q, k, v, cu_seqlens, 3)
-    assert given["q"] is q
-    assert given["cu_seqlens_k"] is cu_seqlens
-    assert given["max_seqlen_q"] == 3
-    assert given["softmax_scale"] == 0.5
-    assert given["is_causal"] is False
-    assert given["out"] is None
 
 
 def test_an_import_error_becomes_a_reason():

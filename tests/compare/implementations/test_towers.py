@@ -1,8 +1,8 @@
-"""Tower agreement, on small towers without a GPU."""
+"""Towers behind one interface: what is loaded, which attention reaches it, whose memory counts."""
 
-import re
 from dataclasses import replace
 from importlib import metadata
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,16 +11,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
-from compare.agreement import towers as tower_agreement
 from compare.agreement.metrics import relative_rms_error
-from compare.agreement.towers import check_towers
-from compare.common.errors import UnavailableError
-from compare.implementations import huggingface, towers, varlen
-from compare.implementations.towers import HuggingFaceTower, TowerImplementation
+from compare.implementations import huggingface, towers
+from compare.implementations.towers import HuggingFaceTower
+from compare.workloads.towers import SMALL_TOWERS
 from flax_models import ImageConfig, preprocess
 from flax_models.common.checkpoint import read_checkpoint
-from tests.compare.implementations.test_peers import naive_varlen
-from tests.compare.small_towers import CONFIG, QWEN3, TOWERS, failing_once, implementation
+from tests.compare.naive import naive_varlen
+from tests.compare.small_towers import TOWERS
 
 
 @pytest.fixture(scope="module", params=TOWERS)
@@ -41,10 +39,10 @@ def inputs(config):
     return preprocess([pixels], replace(ImageConfig.of(config), min_pixels=1))
 
 
-@pytest.mark.parametrize("name", tower_agreement.SMALL_TOWERS)
+@pytest.mark.parametrize("name", SMALL_TOWERS)
 def test_a_random_checkpoints_attention_is_not_uniform(name, tmp_path):
     """Or a wrong rotation would change little: its gain is what spreads a query's logits."""
-    config = tower_agreement.SMALL_TOWERS[name]
+    config = SMALL_TOWERS[name]
     huggingface.random_checkpoint(tmp_path, config)
     tensors = read_checkpoint(config, tmp_path)
     for block in range(config.depth):
@@ -52,75 +50,6 @@ def test_a_random_checkpoints_attention_is_not_uniform(name, tmp_path):
         assert q.std() / v.std() == pytest.approx(1.5, rel=0.05)
         assert k.std() / v.std() == pytest.approx(1.5, rel=0.05)
         assert v.std() == pytest.approx(config.hidden_size**-0.5, rel=0.05)
-
-
-@pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr(tower_agreement, "SMALL_TOWERS", {"tower": CONFIG})
-
-
-class Disturbed(HuggingFaceTower):
-    """Right up to the last block, whose output is off by far more than rounding."""
-
-    def hidden_states(self, pixel_values, grid_thw):
-        *states, last = super().hidden_states(pixel_values, grid_thw)
-        return iter([*states, last * 1.05])
-
-
-class Shortened(HuggingFaceTower):
-    """Forgets the last block."""
-
-    def hidden_states(self, pixel_values, grid_thw):
-        return iter(list(super().hidden_states(pixel_values, grid_thw))[:-1])
-
-
-def unavailable(directory):
-    raise UnavailableError("no such tower")
-
-
-def test_our_towers_agree_after_every_layer(monkeypatch):
-    compared = {name: TOWERS[name] for name in ("tower", "qwen3-tower")}
-    monkeypatch.setattr(tower_agreement, "SMALL_TOWERS", compared)
-    records = check_towers(small=True)
-    assert {record.workload for record in records} == {f"{name}-photographs" for name in compared}
-    judged = [record for record in records if record.passed is not None]
-    assert all(record.passed for record in judged)
-    for name in ("torch", "flax"):
-        layers = [record.layer for record in judged if record.implementation == name]
-        assert layers == [0, 1, None] * len(compared)
-
-
-def test_a_wrong_layer_fails(small, capsys):
-    records = check_towers([implementation(Disturbed)], small=True)
-    failed = [record.layer for record in records if record.passed is False]
-    assert failed == [1]
-    assert "FAILED" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("tower", "reason"),
-    [
-        (implementation(Shortened), "differ in shape"),
-        (TowerImplementation("torch", unavailable, ours=True), "no such tower"),
-    ],
-)
-def test_a_tower_that_cannot_be_compared_fails(small, tower, reason):
-    (failed,) = [r for r in check_towers([tower], small=True) if r.passed is False]
-    assert re.search(reason, failed.note)
-
-
-def test_a_family_without_a_reference_fails_and_the_others_are_checked(monkeypatch, capsys):
-    monkeypatch.setattr(tower_agreement, "SMALL_TOWERS", {"tower": CONFIG, "qwen3-tower": QWEN3})
-    monkeypatch.setattr(
-        tower_agreement, "_exact_states", failing_once(tower_agreement._exact_states)
-    )
-    failed, *others = check_towers([implementation(HuggingFaceTower)], small=True)
-    assert failed.workload == "tower-photographs"
-    assert failed.passed is False
-    assert failed.note == "OutOfMemoryError: no room for the reference"
-    assert {record.workload for record in others} == {"qwen3-tower-photographs"}
-    assert [record.passed for record in others] == [None] * 3 + [True] * 3
-    assert "FAILED OutOfMemoryError" in capsys.readouterr().out
 
 
 def test_checkpoint_tells_mistakes_apart(checkpoint):
@@ -139,7 +68,7 @@ def test_varlen_attention_reaches_hugging_faces_tower(monkeypatch, config, check
         calls.append(max_seqlen)
         return naive_varlen(q, k, v, cu_seqlens, max_seqlen)
 
-    monkeypatch.setattr(varlen, "_torch_fa2", lambda: naive)
+    monkeypatch.setattr(huggingface, "load_varlen", lambda name: naive)
     results = []
     for attention in ("SDPA", "FA2"):
         tower = HuggingFaceTower(huggingface.load(checkpoint, torch.float32, attention))
@@ -158,9 +87,12 @@ def test_true_fp32_puts_settings_back():
 
 
 def test_a_peak_of_jax_that_did_not_grow_is_not_the_calls_own(monkeypatch):
-    tower = towers._JaxTower(model=None)
-    peaks = iter([3 << 20, 5 << 20, 5 << 20, 5 << 20, None, None])
-    monkeypatch.setattr(tower, "_peak", lambda: next(peaks))
+    peaks = iter([3 << 20, 5 << 20, 5 << 20, 5 << 20])
+    device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": next(peaks)})
+    device_without = SimpleNamespace(memory_stats=lambda: None)
+    found = iter([[device]] * 4 + [[device_without]] * 2)
+    monkeypatch.setattr("jax.devices", lambda: next(found))
+    tower = towers.JaxTower(model=None)
     seen = []
     for _ in range(3):
         tower.reset_peak_memory()

@@ -14,8 +14,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from compare.torch_tower.gated import Biases, _kernel
+from compare.torch_tower.gated import _kernel
 from compare.torch_tower.gated_product import in_one_kernel
+from flax_models.common.weights import Biases
 from tests.triton_kernels.compile_ahead import inspect_machine_code, recording, source
 from tests.triton_kernels.machine_code import loop_spills
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
@@ -26,13 +27,13 @@ TOKENS, HIDDEN, WIDTH = 2304, 1280, 3456  # Qwen2.5-VL 7B's, one image of 672 px
 def main() -> None:
     """Compile what a layer launches, with the activation in the product and by itself."""
     for dtype in (torch.bfloat16, torch.float16):
-        stream = torch.empty(TOKENS, HIDDEN, dtype=dtype)
+        residual = torch.empty(TOKENS, HIDDEN, dtype=dtype)
         weight = torch.empty(2 * WIDTH, HIDDEN, dtype=dtype)
         both = torch.empty(2 * WIDTH, dtype=dtype)
         biases = Biases(torch.empty(HIDDEN, dtype=dtype), both, both)
         with recording() as recorded:
-            in_one_kernel(stream, weight, biases, 1e-6)
-            _kernel(1e-6, torch.empty(TOKENS, 2 * WIDTH, dtype=dtype), stream, *biases)
+            in_one_kernel(residual, weight, biases, 1e-6)
+            _kernel(1e-6, torch.empty(TOKENS, 2 * WIDTH, dtype=dtype), residual, *biases)
         for kernel, arguments, options in recorded:
             compiled = triton.compile(
                 source(kernel, arguments), target=GPUTarget("cuda", 90, 32), options=options

@@ -14,7 +14,7 @@ from compare.torch_tower import attention  # noqa: E402
 from compare.torch_tower.device import find_device  # noqa: E402
 from compare.torch_tower.inputs import layout_tensors  # noqa: E402
 from compare.torch_tower.tower import encode, load_vision_tower  # noqa: E402
-from tests.compare.implementations.test_peers import naive_varlen  # noqa: E402
+from tests.compare.naive import naive_varlen  # noqa: E402
 from tests.frame_attention_contract import CLIPS, FrameAttentionContract  # noqa: E402
 from tests.tower_checkpoints import GRIDS  # noqa: E402
 from tests.tower_contract import FP32_TOLERANCE, relative_error  # noqa: E402
@@ -82,7 +82,7 @@ def test_rotation_by_the_kernel(dtype):
     angles = torch.randn((37, 40), generator=generator, device=device)
     qk = qkv[:, :2].flatten(1, 2)
     assert qk.data_ptr() == qkv.data_ptr()  # a view
-    ours = attention._rotate_by_kernel(qk, angles.cos(), angles.sin())
+    ours = attention.rotate_by_kernel(qk, angles.cos(), angles.sin())
     expected = rotate_reference(qk, angles.cos(), angles.sin())
     torch.testing.assert_close(
         ours, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5

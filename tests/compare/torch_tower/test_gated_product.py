@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from compare.torch_tower import gated_product as torch_gated_product  # noqa: E402
 from compare.torch_tower.device import as_tensor, find_device  # noqa: E402
-from compare.torch_tower.gated import Biases  # noqa: E402
 from compare.torch_tower.gated_product import gated_product, in_one_kernel  # noqa: E402
+from flax_models.common.weights import Biases  # noqa: E402
 from tests.gated_contract import DTYPES, EPS  # noqa: E402
 from tests.gated_product_contract import GatedProductContract, draw  # noqa: E402
 from triton_kernels.attention import INTERPRETED  # noqa: E402
@@ -18,9 +18,9 @@ from triton_kernels.attention import INTERPRETED  # noqa: E402
 DEVICE = find_device(None)
 
 
-def put(stream, weight, biases):
-    stream, weight, *biases = (as_tensor(x).to(DEVICE) for x in (stream, weight, *biases))
-    return stream, weight, Biases(*biases)
+def put(residual, weight, biases):
+    residual, weight, *biases = (as_tensor(x).to(DEVICE) for x in (residual, weight, *biases))
+    return residual, weight, Biases(*biases)
 
 
 def numbers(tensor):
@@ -29,39 +29,39 @@ def numbers(tensor):
 
 class TestGatedProduct(GatedProductContract):
     implementations = (
-        ("reference", "auto", "triton")
+        ("reference", "auto", "kernel")
         if INTERPRETED or torch.cuda.is_available()
         else ("reference", "auto")
     )
 
     why_not_in_one = (
         None
-        if "triton" in implementations
+        if "kernel" in implementations
         else "Triton's kernels run on a GPU, or where TRITON_INTERPRET=1"
     )
     has_one_kernel = True
     row_unit = 1
 
     @staticmethod
-    def multiply(stream, weight, biases, eps, implementation):
-        stream, weight, biases = put(stream, weight, biases)
-        return numbers(gated_product(stream, weight, biases, eps, implementation))
+    def multiply(residual, weight, biases, eps, implementation):
+        residual, weight, biases = put(residual, weight, biases)
+        return numbers(gated_product(residual, weight, biases, eps, implementation))
 
     @staticmethod
-    def multiply_in_one(stream, weight, biases, eps):
-        return numbers(in_one_kernel(*put(stream, weight, biases), eps))
+    def multiply_in_one(residual, weight, biases, eps):
+        return numbers(in_one_kernel(*put(residual, weight, biases), eps))
 
     @staticmethod
     def is_faster(monkeypatch, tokens, hidden, width, dtype, capability):
         found = tuple(map(int, capability.split(".")))
         monkeypatch.setattr(torch_gated_product, "_compute_capability", lambda index: found)
-        stream = SimpleNamespace(
+        residual = SimpleNamespace(
             shape=(tokens, hidden),
             dtype=getattr(torch, dtype),
             device=torch.device("cuda", 0),
             is_cuda=True,
         )
-        return torch_gated_product._is_faster(stream, width)
+        return torch_gated_product._is_faster(residual, width)
 
     @staticmethod
     def has_gpu():
@@ -79,14 +79,14 @@ def test_what_is_faster_runs(monkeypatch, faster, way):
     monkeypatch.setattr(torch_gated_product, "_is_faster", lambda *_: faster)
     result = torch.ones(5, 8, dtype=torch.float16, device=DEVICE)
     monkeypatch.setattr(torch_gated_product, way, lambda *_: result)
-    out = TestGatedProduct.multiply(*draw(5, 64, 8, "float16"), EPS, "triton")
+    out = TestGatedProduct.multiply(*draw(5, 64, 8, "float16"), EPS, "kernel")
     assert (out == 1).all()
 
 
 @needs_kernel
 def test_any_strides_and_addresses():
-    stream, weight, biases = put(*draw(135, 64, 192, "float16"))
-    expected = in_one_kernel(stream, weight, biases, EPS)
+    residual, weight, biases = put(*draw(135, 64, 192, "float16"))
+    expected = in_one_kernel(residual, weight, biases, EPS)
 
     def transposed(x):
         return x.t().contiguous().t()
@@ -94,15 +94,15 @@ def test_any_strides_and_addresses():
     def unaligned(x):
         return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
-    assert unaligned(stream).data_ptr() % 16
+    assert unaligned(residual).data_ptr() % 16
     for change in (transposed, unaligned):
-        out = in_one_kernel(change(stream), change(weight), biases, EPS)
+        out = in_one_kernel(change(residual), change(weight), biases, EPS)
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
-        out = gated_product(change(stream), change(weight), biases, EPS, "triton")
+        out = gated_product(change(residual), change(weight), biases, EPS, "kernel")
         torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-3)
 
 
 def test_the_operator_is_as_it_says():
-    stream, weight, biases = draw(3, 16, 8)
-    tensors = [torch.from_numpy(x).to(DEVICE) for x in (stream, weight, *biases)]
+    residual, weight, biases = draw(3, 16, 8)
+    tensors = [torch.from_numpy(x).to(DEVICE) for x in (residual, weight, *biases)]
     torch.library.opcheck(torch.ops.late_norm.gated_product, (*tensors, EPS, "reference"))

@@ -180,16 +180,16 @@ def test_devices_that_pytorch_does_not_have(directory, device):
 
 def test_a_kernel_that_cannot_run_is_refused_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr("triton_kernels.attention.INTERPRETED", False)
-    with pytest.raises(ValueError, match="implementation='triton' needs tensors on a CUDA GPU"):
-        load_vision_tower(tmp_path, torch.float32, "cpu", implementation="triton")
+    with pytest.raises(ValueError, match="implementation='kernel' needs tensors on a CUDA GPU"):
+        load_vision_tower(tmp_path, torch.float32, "cpu", implementation="kernel")
 
 
 @pytest.mark.parametrize("config", ["head_dim_16"], indirect=True)
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("implementation", ["kernel", "triton", "reference"])
 def test_kernel_and_reference_agree_in_the_tower(config, tower, directory, implementation):
     from triton_kernels.attention import INTERPRETED
 
-    if implementation == "triton" and not (INTERPRETED or torch.cuda.is_available()):
+    if implementation != "reference" and not (INTERPRETED or torch.cuda.is_available()):
         pytest.skip("Triton's interpreter is off and there is no GPU")
     # A small call in a small bucket: the interpreter takes its time for every token.
     other = load_vision_tower(

@@ -382,10 +382,14 @@ def test_missing_directory_and_missing_file(tmp_path):
         VisionConfig.from_pretrained(tmp_path)
 
 
-def test_importing_the_package_imports_no_framework():
+def test_importing_the_package_and_all_that_is_common_imports_no_framework():
     program = (
-        "import sys, flax_models; assert dir(flax_models); "
-        "print(*sorted({'jax', 'flax', 'torch'} & set(sys.modules)))"
+        "import importlib, pkgutil, sys, flax_models, flax_models.common as common\n"
+        "assert dir(flax_models)\n"
+        "modules = [module.name for module in pkgutil.iter_modules(common.__path__)]\n"
+        "assert len(modules) > 9\n"
+        "for module in modules: importlib.import_module(f'flax_models.common.{module}')\n"
+        "print(*sorted({'jax', 'jaxlib', 'flax', 'torch'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr

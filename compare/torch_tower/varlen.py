@@ -43,15 +43,15 @@ def _torch_fa2() -> VarlenAttention:
 
 
 def _package_fa2() -> VarlenAttention:
-    return _wrap(_import("flash_attn").flash_attn_varlen_func)
+    return _by_names(_import("flash_attn").flash_attn_varlen_func)
 
 
 def _fa3() -> VarlenAttention:
     if path := os.environ.get(FA3_LIBRARY):
         torch.ops.load_library(path)
-        return _bare_fa3(torch.ops._vllm_fa3_C.fwd.default)
+        return _by_names(_bare_fa3(torch.ops._vllm_fa3_C.fwd.default))
     try:
-        return _wrap(_import("flash_attn_interface").flash_attn_varlen_func)
+        return _by_names(_import("flash_attn_interface").flash_attn_varlen_func)
     except UnavailableError:
         pass
     try:
@@ -60,7 +60,7 @@ def _fa3() -> VarlenAttention:
         raise UnavailableError(
             f"neither flash_attn_interface nor vllm is installed, and {FA3_LIBRARY} is not set"
         ) from None
-    return _wrap(partial(attend, fa_version=3))
+    return _by_names(partial(attend, fa_version=3))
 
 
 def _import(name: str) -> Any:
@@ -70,7 +70,7 @@ def _import(name: str) -> Any:
         raise UnavailableError(f"{name} is not installed ({error})") from None
 
 
-def _wrap(function: Callable[..., Any]) -> VarlenAttention:
+def _by_names(function: Callable[..., Any]) -> VarlenAttention:
     """One signature for the flash-attention family, whose members order theirs differently."""
 
     def attend(
@@ -85,13 +85,13 @@ def _wrap(function: Callable[..., Any]) -> VarlenAttention:
             max_seqlen_q=longest,
             max_seqlen_k=longest,
         )
-        return out[0] if isinstance(out, tuple) else out
+        return out if isinstance(out, torch.Tensor) else out[0]
 
     return attend
 
 
-def _bare_fa3(operator: Any) -> VarlenAttention:
-    """Call the operator without vLLM, by the names of its arguments: their number has changed."""
+def _bare_fa3(operator: Any) -> Callable[..., Any]:
+    """The operator without vLLM, by the names of its arguments: their number has changed."""
     fixed = {
         "is_causal": False,
         "window_size_left": -1,
@@ -105,19 +105,8 @@ def _bare_fa3(operator: Any) -> VarlenAttention:
     }
     names = [argument.name for argument in operator._schema.arguments]
 
-    def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int
-    ) -> torch.Tensor:
-        values = fixed | {
-            "q": q,
-            "k": k,
-            "v": v,
-            "cu_seqlens_q": cu_seqlens,
-            "cu_seqlens_k": cu_seqlens,
-            "max_seqlen_q": longest,
-            "max_seqlen_k": longest,
-            "softmax_scale": q.shape[-1] ** -0.5,
-        }
-        return operator(*(values.get(name) for name in names))[0]
+    def call(q: torch.Tensor, **others: Any) -> Any:
+        values = {"q": q, "softmax_scale": q.shape[-1] ** -0.5, **fixed, **others}
+        return operator(*(values.get(name) for name in names))
 
-    return attend
+    return call

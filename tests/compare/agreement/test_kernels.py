@@ -63,7 +63,7 @@ def test_our_kernels_agree(capsys):
 def test_on_a_gpu_each_pair_is_compiled_for_its_workload(monkeypatch):
     """A workload that has no answer takes its pairs along, and not those of the next."""
     other = KernelWorkload("other", "windows", ((1, 4, 4),), heads=1)
-    judge = kernels.Yardstick.of
+    judge = kernels.Expected.of
     jobs = []
 
     def compiled(all_jobs, _):
@@ -77,7 +77,7 @@ def test_on_a_gpu_each_pair_is_compiled_for_its_workload(monkeypatch):
 
     monkeypatch.setattr(kernels, "has_gpu", lambda: True)
     monkeypatch.setattr(kernels, "warm_up", compiled)
-    monkeypatch.setattr(kernels.Yardstick, "of", no_answer)
+    monkeypatch.setattr(kernels.Expected, "of", no_answer)
     twins = [stand_in("triton", unfused), stand_in("pallas", unfused)]
     records = check_kernels([(TINY, ("qk", "none")), (other, ("qk",))], lambda fuse: twins)
     assert [workload.name for _, workload in jobs] == ["tiny"] * 4 + ["other"] * 2
@@ -103,7 +103,7 @@ def test_without_an_answer_to_judge_by_nothing_passes(monkeypatch):
     def broken(_):
         raise RuntimeError("the GPU is gone")
 
-    monkeypatch.setattr(kernels.Yardstick, "of", broken)
+    monkeypatch.setattr(kernels.Expected, "of", broken)
     (record,) = check(unfused, unfused).values()
     assert (record.passed, record.note) == (False, "RuntimeError: the GPU is gone")
 
@@ -131,7 +131,7 @@ def test_every_way_of_fusing_is_the_one_that_is_called(monkeypatch):
     monkeypatch.setattr(kernels, "has_gpu", lambda: False)  # where all are called once before
     check_kernels([(TINY, (*FUSE, "auto"))])
     assert calls == [
-        (package, fuse, "triton")
+        (package, fuse, "kernel")
         for fuse in (*FUSE, "auto")
         for package in ("triton_kernels", "pallas_kernels")
     ]

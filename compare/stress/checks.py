@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from compare.agreement.towers import SMALL_TOWERS
 from compare.common.console import print_table, progress
 from compare.common.environment import has_gpu
 from compare.common.errors import one_line
@@ -18,6 +17,7 @@ from compare.stress.inputs import Sizes
 from compare.stress.kernels import Findings
 from compare.stress.server import Traffic
 from compare.stress.subjects import SUBJECTS, Subject
+from compare.workloads.towers import SMALL_TOWERS
 from flax_models import VisionConfig
 
 # The 7B tower's sizes, a few layers of it: a server's life is about calls, not about depth.
@@ -63,7 +63,7 @@ CHECKS = (
 )
 
 
-def check_trust(
+def check_stress(
     seconds: float,
     *,
     checks: Sequence[Check] = CHECKS,
@@ -84,9 +84,7 @@ def check_trust(
     """
     sizes = inputs.ON_GPU if has_gpu() else inputs.ON_CPU
     pairs = [(check, subject) for check in checks for subject in subjects]
-    records = [
-        _kernel_record(check, subject, sizes) for check, subject in progress(pairs, "kernels")
-    ]
+    records = [run_check(check, subject, sizes) for check, subject in progress(pairs, "kernels")]
     traffic, config = server.ON_CPU, SMALL_TOWERS["tower"]
     if has_gpu():
         traffic, config = server.ON_GPU, SERVER_CONFIG
@@ -97,7 +95,7 @@ def check_trust(
     return records
 
 
-def _kernel_record(check: Check, subject: Subject, sizes: Sizes) -> Record:
+def run_check(check: Check, subject: Subject, sizes: Sizes) -> Record:
     cases, findings = 0, []
     try:
         with np.errstate(all="ignore"):  # NaN and infinity are meant, Triton's interpreter is NumPy
@@ -106,7 +104,7 @@ def _kernel_record(check: Check, subject: Subject, sizes: Sizes) -> Record:
                 findings += [finding] if finding else []
     except Exception as error:  # a kernel that fails is a finding: the others still count
         findings.append(one_line(error))
-    return _record(check.name, subject.name, check.tried.format(sizes), cases, findings)
+    return outcome(check.name, subject.name, check.tried.format(sizes), cases, findings)
 
 
 def _server_record(
@@ -119,12 +117,12 @@ def _server_record(
             tower = implementation.load(directory)
         life = server.live(tower, config, traffic, seconds)
     except Exception as error:  # a tower that fails is a finding: the other still counts
-        return _record(SERVER, implementation.name, tried, 0, [one_line(error)])
+        return outcome(SERVER, implementation.name, tried, 0, [one_line(error)])
     growth = {"host_growth_mib": life.host_growth_mib, "device_growth_mib": life.device_growth_mib}
-    return _record(SERVER, implementation.name, tried, life.calls, life.findings, **growth)
+    return outcome(SERVER, implementation.name, tried, life.calls, life.findings, **growth)
 
 
-def _record(
+def outcome(
     check: str, name: str, tried: str, cases: int, findings: Sequence[str], **details: float
 ) -> Record:
     if not cases and not findings:

@@ -21,13 +21,8 @@ Job = tuple[KernelImplementation, KernelWorkload]
 def warm_up(jobs: Sequence[Job], description: str) -> list[KernelImplementation]:
     """Make every job's first call, on blank inputs, several jobs at a time.
 
-    Args:
-        jobs: what to compile.
-        description: of the progress.
-
-    Returns:
-        For each job its implementation, compiled: preparing it gives the very call that was made,
-        or raises what that raised.
+    Returns for each job its implementation, compiled: preparing it gives the very call that was
+    made, or raises what that raised. The description is the progress bar's.
     """
     with _pool() as pool:
         # The first by itself: it sets up what all others share.

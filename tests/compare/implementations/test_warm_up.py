@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("jax")
 
-from compare.bench.warm_up import draw_inputs, warm_up
 from compare.implementations.kernels import KernelImplementation
+from compare.implementations.warm_up import draw_inputs, warm_up
 from compare.workloads.arrays import blank_arguments, jax_arguments, torch_arguments
 from compare.workloads.kernels import KernelWorkload
 

@@ -1,10 +1,6 @@
 """The stress checks find nothing in a right kernel and tower, and find what is wrong in others."""
 
 import dataclasses
-import functools
-import itertools
-import mmap
-import threading
 
 import numpy as np
 import pytest
@@ -16,19 +12,17 @@ pytest.importorskip("transformers")
 from compare.implementations import huggingface
 from compare.implementations.towers import our_towers
 from compare.report.tables import stress_table
-from compare.stress import guards, stress
-from compare.stress import inputs as trust_inputs
-from compare.stress import server as trust_server
+from compare.stress import checks, guards
+from compare.stress import inputs as stress_inputs
+from compare.stress import server as stress_server
 from compare.stress.server import Traffic
 from compare.stress.subjects import MemoryFault, Subject, Triton
 from compare.workloads.arrays import torch_arguments
-from flax_models import VisionConfig
 from tests.compare import synthetic
-from tests.tower_checkpoints import write_checkpoint
 from triton_kernels import fused_rope_attention_qkvpacked
 
-SIZES = dataclasses.replace(trust_inputs.ON_CPU, hostile=12)
-CHECKS = {check.name: check for check in stress.CHECKS}
+SIZES = dataclasses.replace(stress_inputs.ON_CPU, hostile=12)
+CHECKS = {check.name: check for check in checks.CHECKS}
 
 
 class Right(Subject):
@@ -55,7 +49,7 @@ class Wrong(Right):
 
 
 def findings(name, subject):
-    record = stress._kernel_record(CHECKS[name], subject, SIZES)
+    record = checks.run_check(CHECKS[name], subject, SIZES)
     assert record.passed == (record.details["findings"] == 0)
     return record
 
@@ -125,7 +119,7 @@ def test_what_is_wrong_is_found(name, spoil, note):
 
 
 def test_a_write_beside_a_tensor_is_found():
-    inputs = trust_inputs.draw([5], SIZES, "float32")
+    inputs = stress_inputs.draw([5], SIZES, "float32")
 
     class Writes(Triton):
         def __init__(self, write):
@@ -169,7 +163,7 @@ def test_guards_keep_values_and_may_unalign():
 
 def test_hostile_segments_are_of_every_kind():
     rng = np.random.default_rng(0)
-    drawn = np.stack([trust_inputs.hostile_cu_seqlens(rng, 5, 30) for _ in range(500)])
+    drawn = np.stack([stress_inputs.hostile_cu_seqlens(rng, 5, 30) for _ in range(500)])
     assert drawn.dtype == np.int32
     lengths = np.diff(drawn.astype(np.int64))
     for kind in (drawn < 0, drawn > 30, drawn == 2**31 - 1, lengths < 0, lengths == 0):
@@ -178,136 +172,11 @@ def test_hostile_segments_are_of_every_kind():
     assert 0.02 < legal.mean() < 0.5
 
 
-# ---- a server's life ----
-
-CONFIG = VisionConfig(
-    depth=2, hidden_size=16, num_heads=2, intermediate_size=8, out_hidden_size=8,
-    fullatt_block_indexes=(1,),
-)  # fmt: skip
-TRAFFIC = Traffic(calls=200, threads=4, requests=5, images=2, side=8, growth_mib=20)
-
-
-class FakeTower:
-    """A tower's interface around a function (pixel_values, grid_thw) -> array."""
-
-    framework = "fake"
-
-    def __init__(self, encode):
-        self.encode = encode
-
-    def tensor(self, embeddings):
-        return torch.from_numpy(embeddings)
-
-
-def double(pixel_values, grid_thw):
-    return 2 * pixel_values
-
-
-def live(encode, traffic=TRAFFIC, seconds=60):
-    return trust_server.live(FakeTower(encode), CONFIG, traffic, seconds)
-
-
-def test_a_right_tower_lives():
-    life = live(double)
-    assert (life.calls, life.findings) == (200, [])
-
-
-@pytest.mark.parametrize("implementation", our_towers(), ids=lambda tower: tower.name)
-def test_our_towers_live(implementation, tmp_path):
-    """More sizes than layouts are kept on the device, all of one bucket: compiled once."""
-    tower = implementation.load(write_checkpoint(tmp_path, CONFIG))
-    life = trust_server.live(
-        tower, CONFIG, dataclasses.replace(TRAFFIC, threads=8, requests=40), 60
-    )
-    assert (life.calls, life.findings) == (200, [])
-
-
-def test_calls_stop_in_time_but_not_before_the_tower_is_warm():
-    assert live(double, seconds=0).calls == 200 * 4 // 20
-
-
-def test_a_call_that_gets_the_images_of_another_is_found():
-    held = []
-
-    def mix(pixel_values, grid_thw):
-        held.append(pixel_values)
-        return 2 * held[-2 if len(held) % 50 == 0 else -1][: len(pixel_values)]
-
-    assert any("error" in finding or "differ" in finding for finding in live(mix).findings)
-
-
-def test_a_call_that_fails_is_found():
-    calls = iter(range(10**6))
-
-    def fail(pixel_values, grid_thw):
-        if next(calls) == 100:
-            raise RuntimeError("out of memory\nand much more about it")
-        return 2 * pixel_values
-
-    assert live(fail).findings == ["RuntimeError: out of memory"]
-
-
-def test_a_leak_is_found():
-    held = []
-
-    def leak(pixel_values, grid_thw):
-        # Half a MiB of the system's own: the process may have had more from earlier tests.
-        held.append(mmap.mmap(-1, 1 << 19))
-        held[-1].write(bytes(1 << 19))
-        return 2 * pixel_values
-
-    assert any(f.startswith("host memory grew by") for f in live(leak).findings)
-
-
-@pytest.mark.parametrize(
-    ("held", "expected"),
-    [
-        ([0, 50, *[100] * 18], 0),  # warming up
-        ([100, 100, *[100, 180] * 9], -80),  # a cache that lets go
-        (list(range(20)), 19 - 3 - 5),  # a leak
-        ([5, 7, 9, 12], 3),  # stopped when it was warm
-    ],
-)
-def test_growth_of_memory(held, expected):
-    assert trust_server.growth(held) == expected
-
-
-def test_a_cache_without_a_limit_is_found(monkeypatch):
-    remember = functools.cache(lambda x: x)
-    monkeypatch.setattr(trust_server, "remember", remember, raising=False)
-    calls = iter(range(10**6))
-
-    def forgetless(pixel_values, grid_thw):
-        remember(next(calls))
-        return 2 * pixel_values
-
-    (finding,) = live(forgetless).findings
-    assert finding.startswith("the cache of compare.stress.server.remember grew from")
-
-
-def test_a_tower_that_compiles_at_every_call_is_found(tmp_path, monkeypatch):
-    rounds = trust_server._WARM_ROUNDS + 2
-    monkeypatch.setattr(trust_server, "_ROUNDS", rounds)
-    (flax,) = (tower for tower in our_towers() if tower.name == "flax")
-    tower = flax.load(write_checkpoint(tmp_path, CONFIG))
-    lock, sizes = threading.Lock(), itertools.count(256, 8)
-
-    def encode(pixel_values, grid_thw):
-        with lock:
-            tower.model.token_buckets = (next(sizes),)
-            tower.encode(pixel_values, grid_thw)
-        return 2 * pixel_values
-
-    traffic = dataclasses.replace(TRAFFIC, calls=rounds, requests=2)
-    findings = live(encode, traffic).findings
-    assert any("the cache of flax_models.compiled grew" in finding for finding in findings)
-
-
 def test_the_table_tells_cases_and_findings():
-    good = stress._record("hostile", "triton", "anything", 1234, [])
-    bad = stress._record("hostile", "pallas", "anything", 10, ["row 3 is NaN", "another"])
-    empty = stress._record("place", "triton", "moved", 0, [])
-    server = stress._record(
+    good = checks.outcome("hostile", "triton", "anything", 1234, [])
+    bad = checks.outcome("hostile", "pallas", "anything", 10, ["row 3 is NaN", "another"])
+    empty = checks.outcome("place", "triton", "moved", 0, [])
+    server = checks.outcome(
         "server", "torch", "calls", 9, [], host_growth_mib=3.2, device_growth_mib=-0.1
     )
     assert [good.passed, bad.passed, empty.passed] == [True, False, False]
@@ -323,9 +192,9 @@ def test_without_a_checkpoint_for_the_towers_what_kernels_did_is_kept(monkeypatc
         raise OSError("no space left on the device")
 
     monkeypatch.setattr(huggingface, "random_checkpoint", fail)
-    monkeypatch.setattr(trust_inputs, "ON_CPU", SIZES)
-    monkeypatch.setattr(trust_inputs, "ON_GPU", SIZES)
-    records = stress.check_trust(
+    monkeypatch.setattr(stress_inputs, "ON_CPU", SIZES)
+    monkeypatch.setattr(stress_inputs, "ON_GPU", SIZES)
+    records = checks.check_stress(
         seconds=1, checks=[CHECKS["place"]], subjects=[Right()], towers=our_towers()[:1]
     )
     assert [record.passed for record in records] == [True, False]
@@ -334,14 +203,14 @@ def test_without_a_checkpoint_for_the_towers_what_kernels_did_is_kept(monkeypatc
 
 @pytest.mark.gpu
 def test_our_kernels_and_towers_endure(monkeypatch):
-    """What `python -m compare trust` does for minutes, in less of everything."""
+    """What `python -m compare stress` does for minutes, in less of everything."""
     sizes = dataclasses.replace(
-        trust_inputs.ON_GPU,
+        stress_inputs.ON_GPU,
         hostile=90, runs=5, far_tokens=9000, long_segment=999, segments=500, fuse=("none",),
         lengths=(29,), starts=(0, 33, 70),
     )  # fmt: skip
-    monkeypatch.setattr(trust_inputs, "ON_GPU", sizes)
-    monkeypatch.setattr(trust_server, "ON_GPU", Traffic(200, 8, 10, 1, 16))
-    records = stress.check_trust(seconds=10)
-    assert len(records) == 2 * len(stress.CHECKS) + 2
+    monkeypatch.setattr(stress_inputs, "ON_GPU", sizes)
+    monkeypatch.setattr(stress_server, "ON_GPU", Traffic(200, 8, 10, 1, 16))
+    records = checks.check_stress(seconds=10)
+    assert len(records) == 2 * len(checks.CHECKS) + 2
     assert [record for record in records if not record.passed] == []
