@@ -204,12 +204,12 @@ def tile_type(x) -> str:
 
 
 def source(kernel: JITFunction, arguments: tuple) -> ASTSource:
-    """The kernel specialised as a launch does it: on alignment, and on integers that are 1."""
+    """The kernel specialized as a launch does it: on alignment, and on integers that are 1."""
     signature, constants, attributes = {}, {}, {}
     for i, (parameter, x) in enumerate(zip(kernel.params, arguments, strict=True)):
         name = parameter.name
-        specialise = not (parameter.is_constexpr or parameter.do_not_specialize)
-        if parameter.is_constexpr or (specialise and isinstance(x, int) and x == 1):
+        specialize = not (parameter.is_constexpr or parameter.do_not_specialize)
+        if parameter.is_constexpr or (specialize and isinstance(x, int) and x == 1):
             signature[name], constants[name] = "constexpr", x
             continue
         if hasattr(x, "block_shape"):
@@ -221,7 +221,7 @@ def source(kernel: JITFunction, arguments: tuple) -> ASTSource:
             signature[name], divisible = "fp32", False
         else:
             signature[name], divisible = "i32", x % 16 == 0
-        if specialise and divisible and not parameter.do_not_specialize_on_alignment:
+        if specialize and divisible and not parameter.do_not_specialize_on_alignment:
             attributes[(i,)] = [["tt.divisibility", 16]]
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     return kind(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)

@@ -42,8 +42,8 @@ SERIAL = {
     )
 }
 # Known, and no more than the table says. The first, 36 registers, is of an odd number of pairs,
-# which are loaded element by element. At 96 columns the specialised kernel has 20 wait in memory
-# outside of loops, by versions before 3.9.
+# which are loaded element by element. At 96 columns the warp-specialized kernel has 20 wait in
+# memory outside of loops, by versions before 3.9.
 KNOWN = {
     ("3.9.0", "sm_90, 80, bfloat16, max 64, rotary 70"),
     *SERIAL,
@@ -129,7 +129,7 @@ def test_all_loads_of_a_tower_s_window_are_in_flight_at_once(compiled):
     assert [r for r in windows if r["late_loads"]] == []
 
 
-def test_the_specialised_kernel_stores_16_bytes_at_once(compiled):
+def test_the_warp_specialized_kernel_stores_16_bytes_at_once(compiled):
     hopper = [r for r in compiled if r["kernel"] == "hopper_stream_kernel"]
     assert hopper
     assert [r for r in hopper if r["narrow_stores"]] == []
@@ -138,7 +138,7 @@ def test_the_specialised_kernel_stores_16_bytes_at_once(compiled):
 def test_every_kernel_that_multiplies_has_loops_to_look_at(compiled):
     """Else no spill would be found in them. fp32 is not multiplied by tensor cores."""
     sixteen_bits = [r for r in compiled if r["arch"] == 90 and "float32" not in r["variant"]]
-    # The specialised kernel's are two of each group of warps.
+    # The warp-specialized kernel's are two of each group of warps.
     for kernel, least in {"stream_kernel": 1, "hopper_stream_kernel": 4}.items():
         found = [r["product_loops"] for r in sixteen_bits if r["kernel"] == kernel]
         assert found

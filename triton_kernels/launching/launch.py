@@ -73,7 +73,7 @@ def binary_of(
 ) -> Binary:
     """The binary for all calls of one kind: tensors aligned, of a dtype and device; numbers 32-bit.
 
-    It depends on nothing else, since such numbers are not specialised on.
+    It depends on nothing else, since such numbers are not specialized on.
     """
     return Binary()
 

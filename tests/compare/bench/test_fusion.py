@@ -95,9 +95,9 @@ def test_a_way_that_cannot_run_does_not_end_the_run(monkeypatch):
     [("bfloat16", False, "q"), ("bfloat16", True, "none"), ("float32", False, "q")],
 )
 def test_auto_is_what_the_packages_say(monkeypatch, dtype, taken, partial):
-    """Whatever GPU is here; taken: whether the specialised kernel is."""
+    """Whatever GPU is here; taken: whether the warp-specialized kernel is."""
     for twin in ("pallas_kernels", "triton_kernels"):
-        monkeypatch.setattr(f"{twin}.launching.hopper.is_specialized", lambda *_: taken)
+        monkeypatch.setattr(f"{twin}.launching.choose.is_warp_specialized", lambda *_: taken)
     for implementation in fusion.our_ways()["qk"]:
         for name, expected in (
             ("segments-16 head_dim=80", "qk"),

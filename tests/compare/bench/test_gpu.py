@@ -68,25 +68,25 @@ def test_both_kernels_are_timed_and_no_faster_than_the_floor():
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels", "may_specialize"),
+    ("name", "kernels", "warp_specialized"),
     [
         ("windows-448", ["window_kernel"], True),
         ("frames-448", ["rotate_kernel", "stream_kernel"], False),
-        ("frames-448", ["rotate_kernel", "specialized_kernel"], True),
+        ("frames-448", ["rotate_kernel", "hopper_stream_kernel"], True),
     ],
 )
-def test_the_pallas_call_adds_no_kernel_of_its_own(name, kernels, may_specialize):
-    from pallas_kernels.launching import choose, hopper
+def test_the_pallas_call_adds_no_kernel_of_its_own(name, kernels, warp_specialized):
+    from pallas_kernels.launching import choose
 
     workload = KERNEL_WORKLOADS[name]
     shape = workload.head_dim, int(workload.lengths.max()), workload.tokens, workload.heads
-    taken = hopper.is_specialized(DTYPES[workload.dtype], *shape)
-    if "specialized_kernel" in kernels and not taken:
+    taken = choose.is_warp_specialized(DTYPES[workload.dtype], *shape)
+    if "hopper_stream_kernel" in kernels and not taken:
         pytest.skip("needs a GPU of compute capability 9.0 and JAX 0.11.2 or 0.12")
     call, arguments = implementations.pallas().prepare(workload), jax_arguments(workload.inputs())
 
     def run():
-        with choose.launching_by(choose._PACKAGED, may_specialize):
+        with choose.launching_by(choose._PACKAGED, warp_specialized):
             for _ in range(4):
                 call(*arguments).block_until_ready()
 
