@@ -45,14 +45,9 @@ class Family:
     image_settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def gated_mlp(self) -> bool:
-        """Whether one product passes the activation and multiplies another."""
-        return len(self.mlp_inputs) == 2
-
-    @property
     def late_norm(self) -> bool:
         """Whether the towers apply the norm before an MLP in the gated activation: see gated.py."""
-        return self.gated_mlp and self.norm == "rms"
+        return len(self.mlp_inputs) == 2 and self.norm == "rms"
 
 
 _NO_WINDOWS = {"window_size": None, "fullatt_block_indexes": ()}
