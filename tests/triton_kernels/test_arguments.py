@@ -144,7 +144,6 @@ def test_a_scale_that_changes_in_place():
 def test_triton_is_another_word_for_the_kernel():
     kernel, triton = (attend(implementation=name) for name in ("kernel", "triton"))
     assert torch.equal(kernel, triton)
-    assert not torch.equal(kernel, attend(implementation="reference"))
 
 
 @pytest.mark.parametrize("name", ["k", "v", "cos", "sin", "cu_seqlens"])

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import triton_kernels
 from tests.kernel_cases import make_case
 from tests.triton_kernels.adapter import DEVICE, public_function, to_torch
+from triton_kernels.launching import fast_path
 
 both_forms = pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 
@@ -181,6 +182,7 @@ def test_meta_tensors_tell_shape_and_dtype(packed, requires_grad):
 
 def test_the_kernel_on_a_cpu_needs_the_interpreter(monkeypatch):
     monkeypatch.setattr(triton_kernels.attention, "INTERPRETED", False)
+    fast_path.forget()  # what an interpreted call was planned to launch
     arguments = [x.cpu() for x in arguments_of(True)]
     with pytest.raises(ValueError, match=r"needs tensors on a CUDA GPU .*TRITON_INTERPRET.* cpu"):
         attend(True, *arguments)
