@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from compare.agreement.expected import Expected
+from compare.bench.host import add, host_details
 from compare.bench.jax_profiler import Profile, profile, try_profile
 from compare.bench.timing import MIN_CALLS, SAMPLE_MS, SAMPLES, GraphTimer, Timing, input_sets
 from compare.common.console import progress
@@ -138,7 +139,10 @@ def _time_torch(
         rounds = effort.profiled_rounds(timer.run_eagerly, timer.sets)
         profiled = try_profile(lambda: timer.run_eagerly(rounds), rounds * timer.sets)
         record = _timed(blank, verdict, timing, profiled)
-        return replace(record, details={"host_us": timer.host_us()}) if verdict.passed else record
+        if not verdict.passed:
+            return record
+        addition = GraphTimer(add, expected.torch_arguments, sets)
+        return replace(record, details=host_details(timer, addition))
 
 
 def _time_jax(

@@ -178,7 +178,7 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
     qkv = qkv.view(TOKENS, 3, HEADS, variant.head_dim)
     angles = torch.empty(TOKENS, (variant.rotary_dim or variant.head_dim) // 2)
     cu_seqlens = torch.zeros(SEGMENTS + 1, dtype=torch.int32)
-    arguments = qkv, angles, angles, cu_seqlens, variant.max_seqlen, 0.1, variant.fuse, "triton"
+    arguments = qkv, angles, angles, cu_seqlens, variant.max_seqlen, 0.1, variant.fuse, "kernel"
     with (
         recording() as recorded,
         mock.patch.object(launch_module, "gpu", return_value=GPUS.get(variant.arch)),

@@ -39,7 +39,7 @@ def test_a_right_kernel_gets_its_time_beside_its_error():
     assert record.spread_us == 0.5
     assert record.profiler_us == 9
     assert record.kernels_per_call == 1
-    assert record.details["host_us"] == 20
+    assert record.details == {"host_us": 20, "host_additions": 1}
     assert record.floor_us == pytest.approx(1e6 * TINY.bytes_moved / 4e9)
     assert record.share_of_floor == pytest.approx(record.floor_us / 10)
     assert 1e-3 < record.relative_rms_error < 4e-3

@@ -1,8 +1,6 @@
-"""What a warmed-up call costs the host: some microseconds, and no waiting for the GPU."""
+"""A warmed-up call does not wait for the GPU. What it costs the host, compare.bench.host times."""
 
 import contextlib
-import os
-import time
 
 import pytest
 import torch
@@ -11,10 +9,6 @@ import triton_kernels
 
 pytestmark = pytest.mark.gpu
 
-# Among other test processes a core does less, and never has a moment without them.
-MAX_US = 40 if "PYTEST_XDIST_WORKER" in os.environ else 30
-# A shared machine's cores are at times half as fast for seconds.
-PATIENCE_S = 20
 SEGMENTS, LENGTH, HEADS, HEAD_DIM = 16, 64, 16, 80
 
 
@@ -58,15 +52,3 @@ def test_without_max_seqlen_it_has_to_wait(arguments):
     attend(arguments)
     with waiting_is_an_error(), pytest.raises(RuntimeError, match="synchroniz"):
         attend(arguments)
-
-
-def test_python_and_launch(arguments):
-    """The best of many, which come until one is good or the time is up."""
-    best, deadline = float("inf"), time.monotonic() + PATIENCE_S
-    while best > MAX_US and time.monotonic() < deadline:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(20):  # too few to fill the launch queue
-            attend(arguments, max_seqlen=LENGTH)
-        best = min(best, (time.perf_counter() - start) * 1e6 / 20)
-    assert best <= MAX_US
