@@ -7,10 +7,12 @@ import triton
 
 from triton_kernels.checks import MAX_TOKENS, check_arguments
 from triton_kernels.launching.choose import auto_fuse, launch_source
-from triton_kernels.launching.fast_path import Key, Options, goes_unseen, key_of, recall, remember
-from triton_kernels.launching.plan import Plan, launch_plan, make_plan
+from triton_kernels.launching.fast_path import Place, goes_unseen, locate, plans
+from triton_kernels.launching.plan import launch_plan, make_plan
 from triton_kernels.reference import rope_attention_reference
 
+# max_seqlen, scale, fuse and implementation, as they are passed.
+Options = tuple[int | None, float | None, str, str]
 INTERPRETED = triton.knobs.runtime.interpret
 
 
@@ -90,15 +92,63 @@ def fused_rope_attention_qkvpacked(
 
 
 def _call(tensors: tuple[torch.Tensor, ...], options: Options) -> torch.Tensor:
-    """What both functions do, with max_seqlen, scale, fuse and implementation as options."""
+    """What both functions do."""
     if goes_unseen(tensors):
-        return attend(tensors, options)
+        addresses, place = locate(tensors)
+        return attend(tensors, options, addresses, place)
     _check(tensors, options)
     max_seqlen, scale, *others = options
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
     operators = torch.ops.fused_rope_attention
     operator = operators.qkvpacked if len(tensors) == 4 else operators.varlen
     return operator.default(*tensors, _bound(max_seqlen), scale, *others)
+
+
+def attend(
+    tensors: tuple[torch.Tensor, ...], options: Options, addresses: list[int], place: Place | None
+) -> torch.Tensor:
+    """The computation behind the registered operators, and of calls that go around them.
+
+    Args:
+        tensors: (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
+        options: max_seqlen, scale, fuse and implementation, as they are passed.
+        addresses, place: of the tensors, see `locate`.
+    """
+    plan = plans.get((place, options)) if _are_plain(options) else None
+    if plan is None:  # no call like this one has been checked
+        _check(tensors, options)
+        *qkv, cos, sin, cu_seqlens = tensors
+        q, k, v = qkv[0].unbind(1) if len(qkv) == 1 else qkv
+        max_seqlen, scale, fuse, implementation = options
+        kernel = runs_kernel(q.device, implementation)
+        if q.numel() == 0 or cu_seqlens.shape[0] == 1:
+            return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        if not kernel:
+            return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
+        if max_seqlen is None:
+            max_seqlen = cu_seqlens.long().diff().max()  # hostile lengths may pass 32 bits
+        max_seqlen = _bound(int(max_seqlen))  # Triton launches no numbers of NumPy's
+        source = launch_source(q.device.index)
+        if fuse == "auto":
+            tokens, heads, head_dim = q.shape
+            fuse = auto_fuse(q.dtype, head_dim, 2 * cos.shape[1], max_seqlen, tokens, heads, source)
+        shared = place, (max_seqlen, scale, fuse, "kernel")  # with calls that say it otherwise
+        plan = plans.get(shared)
+        if plan is None:
+            form, aligned, is_behind, *_ = place
+            plan = make_plan(form, aligned, is_behind, source, max_seqlen, scale, fuse)
+            plans[shared] = plan
+        if _are_plain(options):
+            plans[place, options] = plan
+    return launch_plan(plan, tensors, addresses)
+
+
+def _are_plain(options: Options) -> bool:
+    """Whether equal options are as good: 64 is a bound, 64.0 is none."""
+    max_seqlen, scale, fuse, implementation = options
+    plain = type(max_seqlen) is int and type(fuse) is type(implementation) is str
+    return plain and (scale is None or type(scale) is float)
 
 
 def _check(tensors: tuple[torch.Tensor, ...], options: Options) -> None:
@@ -134,47 +184,3 @@ def runs_kernel(device: torch.device, implementation: str) -> bool:
 def _has_tensor_cores(index: int | None) -> bool:
     """Whether a GPU has them for bf16, which came with compute capability 8.0."""
     return torch.cuda.get_device_capability(index) >= (8, 0)
-
-
-def attend(tensors: tuple[torch.Tensor, ...], options: Options) -> torch.Tensor:
-    """The computation behind the registered operators, and of calls that go around them.
-
-    Args:
-        tensors: (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
-        options: max_seqlen, scale, fuse and implementation, as they are passed.
-    """
-    addresses = [x.data_ptr() for x in tensors]
-    key = key_of(tensors, addresses, options)
-    plan = None if key is None else recall(key)
-    if plan is None:  # no call like this one has been checked
-        _check(tensors, options)
-        *qkv, cos, sin, cu_seqlens = tensors
-        q, k, v = qkv[0].unbind(1) if len(qkv) == 1 else qkv
-        kernel = runs_kernel(q.device, options[3])
-        if q.numel() == 0 or cu_seqlens.shape[0] == 1:
-            return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-        max_seqlen, scale, *others = options
-        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        if not kernel:
-            return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
-        if max_seqlen is None:
-            max_seqlen = cu_seqlens.long().diff().max()  # hostile lengths may pass 32 bits
-        plain = _bound(int(max_seqlen)), scale, *others  # Triton launches no numbers of NumPy's
-        plan = _plan(key or key_of(tensors, addresses, plain), plain)
-    return launch_plan(plan, tensors, addresses)
-
-
-def _plan(key: Key, options: Options) -> Plan:
-    """What is launched for calls of a key, whose options are no other types' nor left out."""
-    if (plan := recall(key)) is not None:
-        return plan
-    form, _, aligned, is_behind, *_ = key
-    dtype, device, (tokens, *_, heads, head_dim), _ = form[0]
-    max_seqlen, scale, fuse, _ = options
-    source = launch_source(device.index)
-    if fuse == "auto":
-        rotary_dim = 2 * form[-2][2][1]
-        fuse = auto_fuse(dtype, head_dim, rotary_dim, max_seqlen, tokens, heads, source)
-    plan = make_plan(form, aligned, is_behind, source, max_seqlen, scale, fuse)
-    remember(key, plan)
-    return plan

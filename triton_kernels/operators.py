@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from triton_kernels.attention import attend
+from triton_kernels.launching.fast_path import locate
 from triton_kernels.reference import rope_attention_reference
 
 _ARGUMENTS = (
@@ -23,8 +24,8 @@ _library.define(
 
 
 def _attend(*arguments: Any) -> torch.Tensor:
-    *tensors, max_seqlen, scale, fuse, implementation = arguments
-    return attend(tuple(tensors), (max_seqlen, scale, fuse, implementation))
+    tensors, options = arguments[:-4], arguments[-4:]
+    return attend(tensors, options, *locate(tensors))
 
 
 def _differentiate(

@@ -5,86 +5,82 @@ tensors and from its options. An earlier call of both has checked them, so a lat
 plan up. The dispatcher costs the host as much as a launch does.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import _dispatch_tls_local_include_set, _is_torch_function_mode_enabled
 from torch.autograd import _profiler_enabled, forward_ad
 
 from triton_kernels.launching.choose import launch_settings
-from triton_kernels.launching.plan import Form, form_of
+from triton_kernels.launching.plan import Form
 from triton_kernels.launching.table import Table
 
-# max_seqlen, scale, fuse and implementation, as they are passed.
-Options = tuple[int | None, float | None, str, str]
-# What calls that launch the same have in common, but for addresses: form, options, whether they are
-# aligned, whether K lies behind Q, and where launches come from.
-Key = tuple[Form, Options, bool, bool, Table, bool]
 
-# Every image size may be another form.
-MOST_PLANS = 4096
-_plans: dict[Hashable, Any] = {}
+class Plans(dict[Any, Any]):
+    """What is launched, by what it follows from; emptied when there are MOST."""
+
+    MOST = 4096  # every image size may be another form
+
+    def __setitem__(self, key: Any, plan: Any) -> None:
+        if len(self) >= self.MOST:
+            self.clear()
+        super().__setitem__(key, plan)
 
 
-def key_of(
-    tensors: Sequence[torch.Tensor], addresses: Sequence[int], options: Options
-) -> Key | None:
-    """What a call is known by, of (q, k, v, cos, sin, cu_seqlens) or (qkv, cos, ...).
+plans = Plans()
 
-    None where equal options need not be as good: 64 is a bound, 64.0 is none.
+
+class Place(NamedTuple):
+    """All of a call's tensors that its plan follows from.
+
+    Attributes:
+        form: theirs, as they are passed.
+        aligned: all but cu_seqlens, which makes no difference, begin at a multiple of 16 bytes.
+        is_behind: K's heads lie behind Q's, as in a packed projection.
+        table, warp_specialized: where launches come from.
     """
-    max_seqlen, scale, fuse, implementation = options
-    plain = type(max_seqlen) is int and type(fuse) is type(implementation) is str
-    if not plain or not (scale is None or type(scale) is float):
-        return None
+
+    form: Form
+    aligned: bool
+    is_behind: bool
+    table: Table
+    warp_specialized: bool
+
+
+def form_of(tensors: Sequence[torch.Tensor]) -> Form:
+    """The form of plain tensors, by which a call like an earlier one is recognised."""
+    return tuple([(x.dtype, x.device, x.shape, x.stride()) for x in tensors])
+
+
+def locate(tensors: Sequence[torch.Tensor]) -> tuple[list[int], Place | None]:
+    """Addresses and place of (q, k, v, cos, sin, cu_seqlens) or (qkv, cos, ...).
+
+    None for the place of tensors that are refused, as q or qkv has not as many axes.
+    """
+    addresses = [x.data_ptr() for x in tensors]
     form = form_of(tensors)
     dtype, _, shape, strides = form[0]
     packed = len(form) == 4
-    if len(shape) != 3 + packed:  # is refused
-        return None
-    heads = shape[-2]
-    head_row = heads * strides[-2]
-    # How cu_seqlens lies makes no difference.
+    if len(shape) != 3 + packed:
+        return addresses, None
+    head_row = shape[-2] * strides[-2]
     if packed:
-        behind = strides[1] == head_row
+        is_behind = strides[1] == head_row
         bits = strides[1] * dtype.itemsize
     else:
-        behind = (
+        is_behind = (
             addresses[1] - addresses[0] == head_row * dtype.itemsize
             and strides == form[1][3]
-            and _share_memory(tensors[1], tensors[0])
+            # Tensors of one token may lie so by chance, and Triton's interpreter moves storages
+            # apart.
+            and tensors[1].untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr()
         )
         bits = 0
     for address in addresses[:-1]:
         bits |= address
-    return form, options, bits % 16 == 0, behind, *launch_settings()
-
-
-def _share_memory(k: torch.Tensor, q: torch.Tensor) -> bool:
-    """Whether K behind Q is so in one piece of memory.
-
-    Tensors of one token may lie so by chance, and Triton's interpreter moves storages apart.
-    """
-    return k.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
-
-
-def recall(key: Hashable) -> Any:
-    """What is remembered for a key, None if nothing is."""
-    return _plans.get(key)
-
-
-def remember(key: Hashable, plan: Any) -> None:
-    """Remember what calls of a key launch, until there are MOST_PLANS others."""
-    if len(_plans) >= MOST_PLANS:
-        _plans.clear()
-    _plans[key] = plan
-
-
-def forget() -> None:
-    """Forget all plans: something that they rest on, but no key tells, has changed."""
-    _plans.clear()
+    return addresses, Place(form, bits % 16 == 0, is_behind, *launch_settings())
 
 
 def _added_keys() -> int:

@@ -38,11 +38,6 @@ LOG2_E = 1.4426950408889634
 Form = tuple[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]], ...]
 
 
-def form_of(tensors: tuple[torch.Tensor, ...]) -> Form:
-    """The form of plain tensors, by which a call like an earlier one is recognised."""
-    return tuple([(x.dtype, x.device, x.shape, x.stride()) for x in tensors])
-
-
 class TensorForm(NamedTuple):
     """One tensor of a `Form`."""
 

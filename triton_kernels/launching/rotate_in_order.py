@@ -9,9 +9,9 @@ import torch
 import triton
 
 from triton_kernels.kernels.rotate_in_order import rotate_in_order_kernel
-from triton_kernels.launching.fast_path import recall, remember
+from triton_kernels.launching.fast_path import form_of, plans
 from triton_kernels.launching.launch import Call, launch_kernel, operand
-from triton_kernels.launching.plan import Form, TensorForm, form_of, in_units, make_call
+from triton_kernels.launching.plan import Form, TensorForm, in_units, make_call
 from triton_kernels.launching.table import Launch
 
 # Vectors of a program, one for each thread; all shapes are alike to it.
@@ -34,9 +34,9 @@ def rotate_in_order(
     operands = [operand(tensor) for tensor in (x, out, cos, sin)]
     aligned = all(address % 16 == 0 for address, _, _ in operands)
     key = form_of((x, out, cos, sin)), aligned
-    if (call := recall(key)) is None:
-        call = rotate_in_order_call(*key)
-        remember(key, call)
+    call = plans.get(key)
+    if call is None:
+        call = plans[key] = rotate_in_order_call(*key)
     launch_kernel(call, operands)
 
 

@@ -17,7 +17,8 @@ from triton_kernels import attention
 from triton_kernels.launching import choose, fast_path, plan
 from triton_kernels.launching.choose import is_warp_specialized, launch_source, launching_by
 from triton_kernels.launching.descriptors import can_describe
-from triton_kernels.launching.plan import form_of, make_plan
+from triton_kernels.launching.fast_path import form_of
+from triton_kernels.launching.plan import make_plan
 
 SHAPE = {"dtype": torch.bfloat16, "head_dim": 80, "max_seqlen": 9216, "tokens": 9216, "heads": 16}
 
@@ -65,7 +66,7 @@ def test_a_bound_of_numpy_s_is_launched_as_a_number(on_hopper, monkeypatch, long
     monkeypatch.setattr(attention, "INTERPRETED", True)
     # In its key the kernel would look for functions that it calls, which are interpreted here.
     monkeypatch.setattr(plan, "binary_of", lambda *_: None)
-    fast_path.forget()
+    fast_path.plans.clear()
     angles = torch.empty(9216, 40)
     cu_seqlens = torch.tensor([0, 9216], dtype=torch.int32)
     qkv = torch.empty(9216, 3, 16, 80, dtype=torch.bfloat16)
@@ -73,7 +74,7 @@ def test_a_bound_of_numpy_s_is_launched_as_a_number(on_hopper, monkeypatch, long
         triton_kernels.fused_rope_attention_qkvpacked(
             qkv, angles, angles, cu_seqlens, max_seqlen=bound, implementation="kernel"
         )
-    fast_path.forget()
+    fast_path.plans.clear()
     attentions = [call for call in launched if call.kernel is choose.hopper_stream_kernel]
     assert len(attentions) == 2
     assert {type(x) for call in attentions for x in call.numbers} == {int, float}
@@ -148,9 +149,9 @@ class Forced(TorchAdapter):
             return dtype != torch.float32 and head_dim <= 128
 
         monkeypatch.setattr(plan, "is_warp_specialized", can_be)
-        fast_path.forget()
+        fast_path.plans.clear()
         yield
-        fast_path.forget()
+        fast_path.plans.clear()
 
 
 @pytest.mark.gpu
@@ -179,6 +180,6 @@ class TestKernel(Forced, KernelContract, StressContract):
         monkeypatch.setattr(
             plan, "make_call", lambda kernel, *rest: launched.append(kernel) or run(kernel, *rest)
         )
-        fast_path.forget()
+        fast_path.plans.clear()
         self.attention(make_case((300,), head_dim=80), max_seqlen=1024, fuse="none")
         assert choose.hopper_stream_kernel in launched

@@ -51,9 +51,9 @@ def record(monkeypatch):
     )
     monkeypatch.setattr(launch, "driver", Driver)
     monkeypatch.setattr(attention, "INTERPRETED", True)
-    fast_path.forget()
+    fast_path.plans.clear()
     yield record
-    fast_path.forget()
+    fast_path.plans.clear()
 
 
 def inputs(length, packed, tokens=1024, dtype=torch.bfloat16):
@@ -264,7 +264,7 @@ def test_calls_are_remembered_however_many_there_were(record, monkeypatch):
     monkeypatch.setattr(
         attention, "check_arguments", lambda *rest: checked.append(rest) or check(*rest)
     )
-    monkeypatch.setattr(fast_path, "MOST_PLANS", 3)
+    monkeypatch.setattr(fast_path.Plans, "MOST", 6)
     *tensors, cu_seqlens = inputs(8, packed=True, tokens=16)
     for tokens in range(1, 6):
         arguments = (*(x[:tokens] for x in tensors), cu_seqlens)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from triton_kernels.launching.choose import launch_source, launching_by, rotated_row
-from triton_kernels.launching.plan import form_of, make_plan
+from triton_kernels.launching.fast_path import form_of
+from triton_kernels.launching.plan import make_plan
 from triton_kernels.launching.rotate_in_order import rotate_in_order_call
 from triton_kernels.launching.table import Table
 
