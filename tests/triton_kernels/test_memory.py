@@ -60,6 +60,7 @@ def test_q_and_k_are_rotated_at_once_where_k_lies_behind_q():
         assert_accurate(to_numpy(out), case)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's memory does not lie as it is told to")
 def test_storages_that_lie_one_behind_the_other_by_chance_are_told_apart():
     """As those of one token may on a GPU; Triton's interpreter would read past its copy of Q."""
     memory = np.ones((2, 1, 4, 16), dtype=np.float32)
