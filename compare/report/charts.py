@@ -14,23 +14,18 @@ from matplotlib.ticker import LogLocator, NullLocator
 from compare.bench.fusion_table import Cell
 from compare.common.console import number
 from compare.common.result_files import Results, write_text
-from compare.report.grouping import OURS, UNITS, RecordDict, ranking, size, timed
+from compare.report.grouping import OURS, UNITS, Column, RecordDict, ranking, size, timed
 from compare.report.markdown import speedup
 from compare.report.summary import SIZES
 
 _PANELS_SIDE_BY_SIDE = 4
 _WIDTH = 9.4  # inches, some 900 pixels: a README's width
 _INK, _SOFT_INK, _PEER = "#1f2937", "#6b7280", "#cbd5e1"
+_PYTORCH = ("triton", "torch", "ours, PyTorch", "accelerated", "accelerated, compiled")
 _COLOURS = {
-    "triton": "#0f766e",
-    "pallas": "#2563eb",
+    **dict.fromkeys(_PYTORCH, "#0f766e"),
+    **dict.fromkeys(("pallas", "flax", "ours, Flax"), "#2563eb"),
     "pallas by XLA": "#93b4f5",
-    "torch": "#0f766e",
-    "flax": "#2563eb",
-    "ours, PyTorch": "#0f766e",
-    "ours, Flax": "#2563eb",
-    "accelerated": "#0f766e",
-    "accelerated, compiled": "#0f766e",
 }
 _STYLE = {
     "font.size": 9,
@@ -48,14 +43,9 @@ _styled = matplotlib.rc_context(_STYLE)
 
 @_styled
 def hero_chart(bars: Mapping[str, Sequence[float]], device: str, path: Path) -> None:
-    """Whole towers at the four sizes, a panel for each, ours above; speedups on others' bars.
+    """Bars of `hero_bars`, a panel for each size, ours above; speedups on others' bars.
 
     There is no chart, nor an earlier one any more, where nothing is on record.
-
-    Args:
-        bars: of `hero_bars`.
-        device: what they were measured on.
-        path: the SVG to write.
     """
     if not bars:
         path.unlink(missing_ok=True)
@@ -79,12 +69,6 @@ def timing_chart(results: Results, workloads: Sequence[str], title: str, path: P
     stands in the table alone, and no row of panels names one that none of them has. Peers that
     differ only in their rotation share a bar: that of the fastest on each workload. There is no
     chart, nor an earlier one any more, where nobody has a time.
-
-    Args:
-        results: of any part that has timings.
-        workloads: panels.
-        title: what is timed.
-        path: the SVG to write.
     """
     if not ranking(results, workloads):
         path.unlink(missing_ok=True)
@@ -164,14 +148,9 @@ def fusion_chart(cells: Sequence[Cell], path: Path) -> None:
 
 
 def crossover(cells: Sequence[Cell], fuse: str) -> float | None:
-    """The segment length at which a way starts to take longer than "none", between two measured.
+    """The segment length at which a way starts to take longer than "none", of one series by length.
 
-    Args:
-        cells: of one series, by length.
-        fuse: the way.
-
-    Returns:
-        Interpolated in the logarithms; None where it never or always does.
+    Between two measured ones, interpolated in the logarithms; None where it never or always does.
     """
     points = [(math.log(length), math.log(ratio)) for length, ratio in _ratios(cells, fuse)]
     for (x, y), (next_x, next_y) in pairwise(points):
@@ -258,7 +237,7 @@ def _bars(results: Results, shown: Sequence[str], workloads: Sequence[str]) -> d
     return dict(reversed(bars))
 
 
-def _fastest(records: dict[str, RecordDict], names: Sequence[str]) -> float:
+def _fastest(records: Column, names: Sequence[str]) -> float:
     """The least time of some implementations, in microseconds; 0 where none has any."""
     return min((records[name]["median_us"] for name in names if name in records), default=0.0)
 

@@ -98,10 +98,7 @@ def write_report(directory: Path, out: Path) -> Path:
 
     Args:
         directory: holds a directory for each device, each with the parts' JSON files.
-        out: the Markdown file to write with each device's summary and a link to its report.
-
-    Returns:
-        `out`.
+        out: the Markdown file to write with each device's summary; it is returned.
 
     Raises:
         InputError: no results there, one that cannot be read, or a place that cannot be written.
@@ -145,17 +142,12 @@ def device_report(folder: Path, parts: _Parts) -> str:
 
 
 def update_readme(readme: Path, directory: Path, report: Path) -> None:
-    """Renew what stands between the markers of a README.
-
-    Args:
-        readme: the file to renew.
-        directory: as of `write_report`.
-        report: what that wrote, to link it.
+    """Write a README as `renewed` gives it.
 
     Raises:
-        InputError: the README cannot be read or lacks the results' markers, or there are none.
+        InputError: besides, it cannot be written.
     """
-    result_files.write_text(renewed(read_readme(readme), readme, directory, report), readme)
+    result_files.write_text(renewed(readme, directory, report), readme)
 
 
 def read_readme(readme: Path) -> str:
@@ -181,19 +173,22 @@ def markers(block: str) -> tuple[str, str]:
     return f"<!-- {block}:begin -->", f"<!-- {block}:end -->"
 
 
-def renewed(text: str, readme: Path, directory: Path, report: Path) -> str:
+def renewed(readme: Path, directory: Path, report: Path) -> str:
     """A README's text with each of the blocks that it has renewed.
 
     `summary` is the hero chart and the table, `results` the sentences, a chart and links, `checks`
     the outcome of agreement and stress; all of the device with the most timings.
 
     Args:
-        text: what the README holds now.
-        readme, directory, report: as of `update_readme`.
+        readme: where the text stands as it was.
+        directory: as of `write_report`.
+        report: what that wrote, to link it.
 
     Raises:
-        InputError: no results, or one that cannot be read.
+        InputError: the README cannot be read or lacks the results' markers, or there are no
+            results, or one cannot be read.
     """
+    text = read_readme(readme)
     folder, parts = next(iter(read_devices(directory).items()))
 
     def chart(title: str, name: str) -> str:

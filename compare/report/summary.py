@@ -91,11 +91,7 @@ _WINDOWS, _FRAMES = (
 def summary_table(parts: Mapping[str, Results]) -> str:
     """Times of ours at four sizes, PyTorch's / JAX's, and their speedups over others.
 
-    Args:
-        parts: of one device, by name.
-
-    Returns:
-        A Markdown table; empty where neither towers nor kernels are on record.
+    A Markdown table of one device's parts; empty where neither towers nor kernels are on record.
     """
     rows = [row for subject in (_TOWERS, _WINDOWS, _FRAMES) for row in _rows(subject, parts)]
     if not rows:
