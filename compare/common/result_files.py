@@ -21,15 +21,9 @@ DEFAULT_DIRECTORY = Path(__file__).parents[1] / "results"
 _REQUIRED = {"device": str, "driver": str | None, "versions": dict, "date": str, "records": list}
 _ALWAYS_WRITTEN = ("workload", "implementation", "median_us", "floor_us", "relative_rms_error")
 # What reports read besides from every record of a part.
-_OF_FUSION = {
-    "fuse": str,
-    "head_dim": int,
-    "rotary_dim": int,
-    "segment_length": int,
-    "auto": str | None,
-}
-_OF_STRESS = {"tried": str, "cases": int, "findings": int, "passed": bool}
-_OF_PART = {"fusion": _OF_FUSION, "stress": _OF_STRESS, "trust": _OF_STRESS}  # trust: formerly
+_WAY = {"fuse": str, "head_dim": int, "rotary_dim": int, "segment_length": int, "auto": str | None}
+_STRESS = {"tried": str, "cases": int, "findings": int, "passed": bool}
+_OF_PART = {"fusion": _WAY, "stress": _STRESS, "trust": _STRESS}  # trust: formerly
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ _STYLE = {
     "text.color": _INK,
     "axes.edgecolor": _SOFT_INK,
     "axes.labelcolor": _INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
     "xtick.color": _SOFT_INK,
     "ytick.color": _INK,
     "svg.fonttype": "none",  # text as text, a fifth of the size of outlines
@@ -105,7 +107,7 @@ def layer_chart(records: Sequence[RecordDict], title: str, path: Path) -> None:
     """How far each of one family's bf16 towers is from fp32 after every layer."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for record in records:
-        # No error is NaN after that layer.
+        # Where there is no error, it was NaN.
         if record.get("layer") is not None and record["relative_rms_error"] is not None:
             point = record["layer"], record["relative_rms_error"]
             lines.setdefault(record["implementation"], []).append(point)
@@ -116,7 +118,6 @@ def layer_chart(records: Sequence[RecordDict], title: str, path: Path) -> None:
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=2 if name in OURS else 1.5)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("layer")
-    _clean(axes)
     _label_ends(axes, sorted((points[-1][::-1], name) for name, points in lines.items()))
     _save(figure, f"{title}: relative RMS error of bf16 against Hugging Face's in fp32", path)
 
@@ -187,7 +188,6 @@ def _draw_ways(panel: Axes, cells: Sequence[Cell], name: str) -> None:
     panel.yaxis.set_minor_locator(NullLocator())
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_major_formatter("{x:g}")
-    _clean(panel)
 
 
 def _draw_bars(
@@ -210,7 +210,6 @@ def _draw_bars(
     panel.set_xlim(0, 1.3 * longest)
     panel.set_xticks([])
     panel.tick_params(left=False)
-    _clean(panel)
     panel.spines["bottom"].set_visible(False)
 
 
@@ -257,11 +256,6 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[tuple[float, int], str]]) -> No
             fontweight="bold" if name in OURS else "normal",
             annotation_clip=False,
         )
-
-
-def _clean(axes: Axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 def _save(figure: Figure, title: str, path: Path) -> None:

@@ -31,10 +31,8 @@ def size(workload: str) -> str:
 def families(results: Results) -> dict[str, list[str]]:
     """Workloads by family, both in the order of measurement."""
     found: dict[str, list[str]] = {}
-    for record in results.records:
-        of_family = found.setdefault(family(record["workload"]), [])
-        if record["workload"] not in of_family:
-            of_family.append(record["workload"])
+    for workload in dict.fromkeys(record["workload"] for record in results.records):
+        found.setdefault(family(workload), []).append(workload)
     return found
 
 

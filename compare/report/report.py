@@ -278,7 +278,10 @@ def _sections(measured: Results) -> list[_Section]:
 
 
 def _layers(family: str, records: Sequence[RecordDict]) -> _Section:
-    title = _tower_title(family, records)
+    title = _title(family)
+    depth = 1 + max(record["layer"] for record in records if record.get("layer") is not None)
+    if depth < TOWERS[family].depth:  # as where there is no GPU
+        title = f"Small tower of {depth} layers, built as that of {_MODELS[family]}"
     return _Section(
         tables.layer_table(records),
         f"{title}, layer by layer",
@@ -322,11 +325,3 @@ def _draw(folder: Path, parts: _Parts) -> None:
 
 def _title(name: str) -> str:
     return _TITLES.get(name, name)
-
-
-def _tower_title(family: str, records: Sequence[RecordDict]) -> str:
-    """The title of a tower compared layer by layer, which without a GPU is a small one."""
-    depth = 1 + max(record["layer"] for record in records if record.get("layer") is not None)
-    if depth < TOWERS[family].depth:
-        return f"Small tower of {depth} layers, built as that of {_MODELS[family]}"
-    return _title(family)

@@ -37,9 +37,8 @@ def agreement_line(results: Results) -> str:
     failed = [f"{r['implementation']} on {r['workload']}" for r in checks if not r["passed"]]
     named = ("triton", "pallas", "pallas against triton")
     told = ", ".join(f"{name} {number(_worst(checks, name))}" for name in named)
-    outcome = "all hold"
-    if failed:
-        outcome = f"**{len(failed)} fail** ({', '.join(dict.fromkeys(failed))})"
+    named_once = ", ".join(dict.fromkeys(failed))
+    outcome = f"**{len(failed)} fail** ({named_once})" if failed else "all hold"
     return f"{len(checks)} checks, {outcome}. Largest relative RMS error in bf16: {told}."
 
 
