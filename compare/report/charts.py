@@ -153,28 +153,25 @@ def crossover(cells: Sequence[Cell], fuse: str) -> float | None:
 
     Between two measured ones, interpolated in the logarithms; None where it never or always does.
     """
-    points = [(math.log(length), math.log(ratio)) for length, ratio in _ratios(cells, fuse)]
+    points = zip(*(map(math.log, values) for values in _ratios(cells, fuse)), strict=True)
     for (x, y), (next_x, next_y) in pairwise(points):
         if y <= 0 < next_y:
             return math.exp(x + (next_x - x) * -y / (next_y - y))
     return None
 
 
-def _ratios(cells: Sequence[Cell], fuse: str) -> list[tuple[int, float]]:
-    """The length of each cell that has the time of a way, and that time over that of "none"."""
-    return [
-        (cell.length, cell.times_us[fuse] / cell.times_us["none"])
-        for cell in cells
-        if fuse in cell.times_us
-    ]
+def _ratios(cells: Sequence[Cell], fuse: str) -> tuple[list[int], list[float]]:
+    """Lengths of the cells that have the time of a way, and that time over that of "none"."""
+    cells = [cell for cell in cells if fuse in cell.times_us]
+    ratios = [cell.times_us[fuse] / cell.times_us["none"] for cell in cells]
+    return [cell.length for cell in cells], ratios
 
 
 def _draw_ways(panel: Axes, cells: Sequence[Cell], name: str) -> None:
     panel.axhline(1, color=_SOFT_INK, linewidth=1)
     for fuse, line in (("qk", "-"), ("q", "--")):
-        if points := _ratios(cells, fuse):
-            colour = _COLOURS.get(name, _INK)
-            panel.plot(*zip(*points, strict=True), line, color=colour, linewidth=1.5)
+        colour = _COLOURS.get(name, _INK)
+        panel.plot(*_ratios(cells, fuse), line, color=colour, linewidth=1.5)
     if length := crossover(cells, "qk"):
         panel.plot(length, 1, "o", markerfacecolor="white", color=_INK, markersize=6)
         panel.annotate(f"{length:.0f}", (length, 1), (4, 6), textcoords="offset points", fontsize=8)
