@@ -57,7 +57,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m compare", description=_DESCRIPTION)
-    parser.set_defaults(run=commands.run_everything, part=None, results=None)
+    parser.set_defaults(
+        run=commands.run_everything, part=None, results=None, json=None, workload=None
+    )
     _add_results(parser)
     subparsers = parser.add_subparsers(title="parts", metavar="PART", parser_class=_Parser)
     add = partial(_add_part, subparsers)

@@ -7,7 +7,6 @@ what cannot run is refused first, and --help needs none of them.
 import subprocess
 import sys
 from argparse import Namespace
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,28 +25,22 @@ AGREES, DISAGREES, BAD_INPUT = 0, 1, 2
 TUNED_KERNELS = ("window", "stream", "rotate")
 
 
-@dataclass(frozen=True)
-class _ResultFile:
-    """Where a part's results go. Made before anything is measured, to refuse a bad place at once.
-
-    Attributes:
-        part: its name.
-        path: None where results are not kept: those of interpreters, unless a place is named.
-    """
-
-    part: str
-    path: Path | None
-
-    def save(self, records: list[Record], ceilings: "Ceilings | None" = None) -> None:
-        if self.path is not None:
-            limits = ceilings and ceilings.to_json()
-            result_files.write(result_files.collect(self.part, records, limits), self.path)
-            say(f"Wrote {self.path}")
-
-
 def run_agreement(options: Namespace) -> int:
     """Hold kernels and towers against each other and against fp64."""
-    return _check_agreement(options.json, options.results)
+    path = _result_path("agreement", options)
+    from compare.agreement.kernels import check_kernels
+    from compare.agreement.towers import check_towers
+    from compare.workloads import photographs
+
+    photographs.photographs()  # refused now, where they are not installed, not after the kernels
+    records = [*check_kernels(), *check_towers()]
+    _save("agreement", path, records)
+    outcomes = [record.passed for record in records if record.passed is not None]
+    if failed := outcomes.count(False):
+        say(f"Agreement FAILED: {failed} of {len(outcomes)} checks, marked in the tables.")
+        return DISAGREES
+    say(f"Agreement holds: {len(outcomes)} checks.")
+    return AGREES
 
 
 def run_kernels(options: Namespace) -> int:
@@ -55,25 +48,25 @@ def run_kernels(options: Namespace) -> int:
     from compare.bench.rotation import ROTATION_WORKLOADS, bench_rotation
 
     chosen = choose(KERNEL_WORKLOADS | ROTATION_WORKLOADS, options.workload)
-    file = _benchmark_file(options, whole=not options.workload)
+    path = _benchmark_path(options)
     from compare.bench.kernels import bench_kernels
 
     records, ceilings = bench_kernels([w for w in chosen if w.name in KERNEL_WORKLOADS])
     rotations = [w for w in chosen if w.name in ROTATION_WORKLOADS]
-    return _keep(file, [*records, *bench_rotation(rotations, ceilings)], ceilings)
+    return _keep(options, path, [*records, *bench_rotation(rotations, ceilings)], ceilings)
 
 
 def run_fusion(options: Namespace) -> int:
     """Time every way of fusing."""
-    file = _benchmark_file(options)
+    path = _benchmark_path(options)
     from compare.bench.fusion import measure_fusion
 
-    return _keep(file, *measure_fusion())
+    return _keep(options, path, *measure_fusion())
 
 
 def run_tune(options: Namespace) -> int:
     """Find the fastest launches, and put them into the packages where that is asked for."""
-    file = _benchmark_file(options)
+    path = _benchmark_path(options)
     from compare.bench.tune import TWINS, tune
     from compare.bench.tuning_cases import tuning_cases
 
@@ -88,42 +81,40 @@ def run_tune(options: Namespace) -> int:
         table, choices = tune(twin, cases)
         records += [record for choice in choices for record in choice.records]
         if options.write:
-            launches = twin.launch.TABLE_FILE
-            result_files.write_text(table.to_text(), launches)
-            say(f"Wrote {launches}")
-    file.save(records)
+            result_files.write_text(table.to_text(), twin.launch.TABLE_FILE)
+            say(f"Wrote {twin.launch.TABLE_FILE}")
+    _save("tune", path, records)
     return AGREES
 
 
 def run_towers(options: Namespace) -> int:
     """Time the towers and Hugging Face's."""
     workloads = choose(TOWER_WORKLOADS, options.workload)
-    file = _benchmark_file(options, whole=not options.workload)
+    path = _benchmark_path(options)
     from compare.bench.towers import bench_towers
 
-    return _keep(file, *bench_towers(workloads))
+    return _keep(options, path, *bench_towers(workloads))
 
 
 def run_integration(options: Namespace) -> int:
     """Time Hugging Face's tower with and without accelerate."""
     workloads = choose(INTEGRATION_WORKLOADS, options.workload)
-    file = _benchmark_file(options, whole=not options.workload)
+    path = _benchmark_path(options)
     from compare.bench.towers import bench_towers
     from compare.implementations.towers import accelerated_towers, peer_towers
 
-    return _keep(file, *bench_towers(workloads, [*accelerated_towers(), *peer_towers()]))
+    return _keep(options, path, *bench_towers(workloads, [*accelerated_towers(), *peer_towers()]))
 
 
 def run_stress(options: Namespace) -> int:
     """Put kernels and towers under stress."""
-    file = _result_file(options.part, options.json, options.results)
+    path = _result_path("stress", options)
     from compare.stress.checks import check_stress
 
     records = check_stress(options.seconds)
-    file.save(records)
-    failed = [record for record in records if not record.passed]
-    if failed:
-        say(f"Stress found something in {len(failed)} of {len(records)} checks: see the table.")
+    _save("stress", path, records)
+    if failed := sum(not record.passed for record in records):
+        say(f"Stress found something in {failed} of {len(records)} checks: see the table.")
         return DISAGREES
     say(f"Stress found nothing: {sum(record.details['cases'] for record in records)} cases.")
     return AGREES
@@ -145,7 +136,7 @@ def run_report(options: Namespace) -> int:
 def run_everything(options: Namespace) -> int:
     """All that a newcomer wants to see: the main parts on a GPU, else agreement on small shapes."""
     if not environment.has_gpu():
-        status = _check_agreement(None, options.results)
+        status = run_agreement(options)
         say(
             "No CUDA GPU here: the kernels ran in their interpreters, on small shapes. A GPU would "
             "add agreement at real size, timings beside the peers', and the report."
@@ -163,26 +154,11 @@ def run_everything(options: Namespace) -> int:
     return DISAGREES if DISAGREES in statuses else max(statuses)
 
 
-def _check_agreement(path: Path | None, directory: Path | None) -> int:
-    file = _result_file("agreement", path, directory)
-    from compare.agreement.kernels import check_kernels
-    from compare.agreement.towers import check_towers
-    from compare.workloads import photographs
-
-    photographs.photographs()  # refused now, where they are not installed, not after the kernels
-    records = [*check_kernels(), *check_towers()]
-    file.save(records)
-    outcomes = [record.passed for record in records if record.passed is not None]
-    if failed := outcomes.count(False):
-        say(f"Agreement FAILED: {failed} of {len(outcomes)} checks, marked in the tables.")
-        return DISAGREES
-    say(f"Agreement holds: {len(outcomes)} checks.")
-    return AGREES
-
-
-def _keep(file: _ResultFile, records: list[Record], ceilings: "Ceilings") -> int:
+def _keep(
+    options: Namespace, path: Path | None, records: list[Record], ceilings: "Ceilings"
+) -> int:
     """Write what was timed; what fails of ours, or is wrong, fails the part. A peer has no time."""
-    file.save(records, ceilings)
+    _save(options.part, path, records, ceilings)
     failed = [
         f"{r.implementation} on {r.workload}" for r in records if r.ours and r.passed is False
     ]
@@ -192,22 +168,35 @@ def _keep(file: _ResultFile, records: list[Record], ceilings: "Ceilings") -> int
     return AGREES
 
 
-def _benchmark_file(options: Namespace, whole: bool = True) -> _ResultFile:
-    """The place of a benchmark's results.
+def _save(
+    part: str, path: Path | None, records: list[Record], ceilings: "Ceilings | None" = None
+) -> None:
+    if path is not None:
+        limits = ceilings and ceilings.to_json()
+        result_files.write(result_files.collect(part, records, limits), path)
+        say(f"Wrote {path}")
+
+
+def _benchmark_path(options: Namespace) -> Path | None:
+    """Where a benchmark's results go.
 
     Those of some workloads alone do not take the place of a whole run's, unless a place is named.
     """
     if not environment.has_gpu():
         raise InputError(f"{options.part} measures on a CUDA GPU, and this machine has none")
-    if whole or options.json or options.results:
-        return _result_file(options.part, options.json, options.results)
+    if not options.workload or options.json or options.results:
+        return _result_path(options.part, options)
     _check_pytorch()
     say("Results of some workloads alone are not kept, unless --json or --results says where.")
-    return _ResultFile(options.part, None)
+    return None
 
 
-def _result_file(part: str, path: Path | None, directory: Path | None) -> _ResultFile:
-    """The place that is named, or else the default one; what cannot work is refused here."""
+def _result_path(part: str, options: Namespace) -> Path | None:
+    """The place that is named, or else the default one; what cannot work is refused here.
+
+    None where results are not kept: those of interpreters, unless a place is named.
+    """
+    path, directory = options.json, options.results
     if environment.has_gpu():
         _check_pytorch()
         directory = directory or result_files.DEFAULT_DIRECTORY
@@ -215,7 +204,7 @@ def _result_file(part: str, path: Path | None, directory: Path | None) -> _Resul
         path = result_files.default_path(part, environment.device_name(), directory)
     if path is not None:
         result_files.check_writable(path)
-    return _ResultFile(part, path)
+    return path
 
 
 def _check_pytorch() -> None:

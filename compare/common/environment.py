@@ -5,7 +5,6 @@ import functools
 import hashlib
 import os
 import platform
-import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -93,8 +92,3 @@ def versions() -> dict[str, str]:
         digest = hashlib.sha256(library.read_bytes()).hexdigest()
         found["FA3"] = f"{library.name} (sha256 {digest[:12]})"
     return found
-
-
-def slug(name: str) -> str:
-    """A device's name as a directory name: "NVIDIA H200" gives "nvidia-h200"."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

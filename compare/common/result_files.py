@@ -8,6 +8,7 @@ else has to be known of the run; reports show it.
 import json
 import math
 import os
+import re
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,28 +18,12 @@ from compare.common import environment
 from compare.common.errors import InputError, UnavailableError, one_line
 
 DEFAULT_DIRECTORY = Path(__file__).parents[1] / "results"
-_Number = float | int | None
 _REQUIRED = {"device": str, "driver": str | None, "versions": dict, "date": str, "records": list}
-_ALWAYS_WRITTEN = {
-    "workload": str,
-    "implementation": str,
-    "median_us": _Number,
-    "floor_us": _Number,
-    "relative_rms_error": _Number,
-}
+_ALWAYS_WRITTEN = ("workload", "implementation", "median_us", "floor_us", "relative_rms_error")
 # What reports read besides from every record of a part.
-_OF_STRESS = {"tried": str, "cases": int, "findings": int, "passed": bool}
-_OF_PART = {
-    "fusion": {
-        "fuse": str,
-        "head_dim": int,
-        "rotary_dim": int,
-        "segment_length": int,
-        "auto": str | None,
-    },
-    "stress": _OF_STRESS,
-    "trust": _OF_STRESS,  # as files call it that were written before
-}
+_WAY = {"fuse": str, "head_dim": int, "rotary_dim": int, "segment_length": int, "auto": str | None}
+_STRESS = {"tried": str, "cases": int, "findings": int, "passed": bool}
+_OF_PART = {"fusion": _WAY, "stress": _STRESS, "trust": _STRESS}  # trust: formerly
 
 
 @dataclass(frozen=True)
@@ -176,8 +161,8 @@ def collect(part: str, records: list[Record], ceilings: dict[str, float] | None 
 
 
 def default_path(part: str, device: str, directory: Path = DEFAULT_DIRECTORY) -> Path:
-    """Where a part's results belong: <directory>/<device>/<part>.json."""
-    return directory / environment.slug(device) / f"{part}.json"
+    """Where a part's results belong: for "NVIDIA H200" <directory>/nvidia-h200/<part>.json."""
+    return directory / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") / f"{part}.json"
 
 
 def check_writable(path: Path) -> None:
@@ -244,7 +229,7 @@ def read(path: Path) -> Results:
         raise InputError(f"{path} is no result file: it lacks a valid {missing}")
     known = {name: content[name] for name in Results.__dataclass_fields__ if name in content}
     found = Results(**({"part": path.stem} | known))
-    wanted = _ALWAYS_WRITTEN | _OF_PART.get(found.part, {})
+    wanted = {name: _FIELDS[name] for name in _ALWAYS_WRITTEN} | _OF_PART.get(found.part, {})
     for record in found.records:
         stated = {name: record.get(name) for name in _FIELDS} if isinstance(record, dict) else {}
         if missing := _missing(record, wanted) or _missing(stated, _FIELDS):

@@ -5,16 +5,19 @@ links these. `update_readme` renews what a README shows of it.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 from compare.bench.fusion_table import cells_of, times_table, verdict_line
 from compare.common import result_files
 from compare.common.errors import InputError, UnavailableError
 from compare.common.result_files import Results
 from compare.report import markdown, tables
-from compare.report.grouping import RecordDict, families, layer_families, ranking
+from compare.report.grouping import RecordDict, families, layer_families
 from compare.report.summary import hero_bars, summary_sentences, summary_table
 from compare.workloads.towers import TOWERS
 
@@ -55,17 +58,6 @@ _REMARKS = {
     "rotate": 'Pallas\' pass is timed within a call with `fuse="none"`, whose error stands here. '
     "A negation in place, where there is one, is PyTorch's, of as many bytes in one piece.",
 }
-_TIMING_TABLES = {
-    "kernels": (tables.timing_table, tables.ratio_table),
-    "towers": (
-        tables.timing_table,
-        tables.row_table,
-        tables.device_table,
-        tables.rate_table,
-        tables.group_table,
-        tables.resource_table,
-    ),
-}
 _MODELS = {
     "tower": "Qwen2.5-VL 7B",
     "qwen2-tower": "Qwen2-VL 7B",
@@ -87,8 +79,18 @@ _TITLES = {
 }
 
 _Parts = Mapping[str, Results]
-# Title, chart and text of a part's section; without a title it is the part's only one.
-_Section = tuple[str, str | None, str]
+
+
+class _Section(NamedTuple):
+    """Of a part's report: without a title it is the part's only one, or begins it.
+
+    `draw` draws its chart by the module `charts`, which needs Matplotlib, into a file.
+    """
+
+    text: str
+    title: str = ""
+    chart: str = ""
+    draw: Callable[[ModuleType, Path], None] | None = None
 
 
 def write_report(directory: Path, out: Path) -> Path:
@@ -96,10 +98,7 @@ def write_report(directory: Path, out: Path) -> Path:
 
     Args:
         directory: holds a directory for each device, each with the parts' JSON files.
-        out: the Markdown file to write with each device's summary and a link to its report.
-
-    Returns:
-        `out`.
+        out: the Markdown file to write with each device's summary; it is returned.
 
     Raises:
         InputError: no results there, one that cannot be read, or a place that cannot be written.
@@ -131,11 +130,11 @@ def device_report(folder: Path, parts: _Parts) -> str:
         lines.append(f"![Towers' time]({_HERO})")
     for part, measured in parts.items():
         lines += [f"## {_title(part)}", markdown.measured_line(measured)]
-        for title, chart, text in _BODIES.get(part, _timings)(measured):
-            lines.append(f"### {title}" if title else "")
-            if chart is not None and (folder / chart).is_file():
-                lines.append(f"![{title or _title(part)}]({chart})")
-            lines.append(text)
+        for section in _sections(measured):
+            lines.append(section.title and f"### {section.title}")
+            if section.chart and (folder / section.chart).is_file():
+                lines.append(f"![{section.title or _title(part)}]({section.chart})")
+            lines.append(section.text)
         if part != "stress" and (reasons := markdown.notes(measured)):
             lines.append("Without a number, and why:\n\n" + "\n".join(reasons))
     lines += ["## Software", markdown.software(parts)]
@@ -143,17 +142,12 @@ def device_report(folder: Path, parts: _Parts) -> str:
 
 
 def update_readme(readme: Path, directory: Path, report: Path) -> None:
-    """Renew what stands between the markers of a README.
-
-    Args:
-        readme: the file to renew.
-        directory: as of `write_report`.
-        report: what that wrote, to link it.
+    """Write a README as `renewed` gives it.
 
     Raises:
-        InputError: the README cannot be read or lacks the results' markers, or there are none.
+        InputError: besides, it cannot be written.
     """
-    result_files.write_text(renewed(read_readme(readme), readme, directory, report), readme)
+    result_files.write_text(renewed(readme, directory, report), readme)
 
 
 def read_readme(readme: Path) -> str:
@@ -179,19 +173,22 @@ def markers(block: str) -> tuple[str, str]:
     return f"<!-- {block}:begin -->", f"<!-- {block}:end -->"
 
 
-def renewed(text: str, readme: Path, directory: Path, report: Path) -> str:
+def renewed(readme: Path, directory: Path, report: Path) -> str:
     """A README's text with each of the blocks that it has renewed.
 
     `summary` is the hero chart and the table, `results` the sentences, a chart and links, `checks`
     the outcome of agreement and stress; all of the device with the most timings.
 
     Args:
-        text: what the README holds now.
-        readme, directory, report: as of `update_readme`.
+        readme: where the text stands as it was.
+        directory: as of `write_report`.
+        report: what that wrote, to link it.
 
     Raises:
-        InputError: no results, or one that cannot be read.
+        InputError: the README cannot be read or lacks the results' markers, or there are no
+            results, or one cannot be read.
     """
+    text = read_readme(readme)
     folder, parts = next(iter(read_devices(directory).items()))
 
     def chart(title: str, name: str) -> str:
@@ -207,18 +204,14 @@ def renewed(text: str, readme: Path, directory: Path, report: Path) -> str:
     }
     for name, lines in blocks.items():
         begin, end = markers(name)
-        before, begun, rest = text.partition(begin)
-        _, ended, after = rest.partition(end)
-        if begun and ended:
-            block = "\n\n".join(filter(None, lines))
-            text = f"{before}{begin}\n{block}\n{end}{after}"
+        block = "\n".join([begin, "\n\n".join(filter(None, lines)), end])
+        text = re.sub(f"{begin}.*?{end}", lambda _, block=block: block, text, count=1, flags=re.S)
     return text
 
 
 def _checks(parts: _Parts) -> str:
     lines = {"agreement": tables.agreement_line, "stress": tables.stress_line}
-    told = [f"- {_title(p)}: {line(parts[p])}" for p, line in lines.items() if p in parts]
-    return "\n".join(told)
+    return "\n".join(f"- {_title(p)}: {lines[p](parts[p])}" for p in lines if p in parts)
 
 
 def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
@@ -242,20 +235,19 @@ def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
     if not found:
         names = ", ".join(f"{part}.json" for part in PARTS)
         raise InputError(f"no results in {directory}: expected <device>/ with {names}")
-    first = sorted(found, key=lambda folder: _weight(found[folder]), reverse=True)
-    return {folder: found[folder] for folder in first}
+    return dict(sorted(found.items(), key=lambda item: _weight(item[1]), reverse=True))
 
 
 def _read_part(folder: Path, part: str) -> Results | None:
     """A part's results, also from a file of its former name; None where there is none."""
     names = [part, _FORMER_NAMES.get(part, part)]
-    path = next((p for name in names if (p := folder / f"{name}.json").is_file()), None)
-    if path is None:
-        return None
-    measured = result_files.read(path)
-    if measured.part not in names:
-        raise InputError(f"{path} holds results of {measured.part}, not of {part}")
-    return replace(measured, part=part)
+    for path in (folder / f"{name}.json" for name in names):
+        if path.is_file():
+            measured = result_files.read(path)
+            if measured.part not in names:
+                raise InputError(f"{path} holds results of {measured.part}, not of {part}")
+            return replace(measured, part=part)
+    return None
 
 
 def _weight(parts: _Parts) -> tuple[int, str]:
@@ -273,39 +265,49 @@ def _link(path: Path, base: Path) -> str:
     return Path(os.path.relpath(path, base)).as_posix()
 
 
-def _agreement(measured: Results) -> Iterator[_Section]:
-    yield "", None, tables.agreement_line(measured)
-    for family, records in layer_families(measured).items():
-        title = f"{_tower_title(family, records)}, layer by layer"
-        yield title, f"{family}-layers.svg", tables.layer_table(records)
+def _sections(measured: Results) -> list[_Section]:
+    if measured.part == "agreement":
+        layers = [_layers(*of_family) for of_family in layer_families(measured).items()]
+        return [_Section(tables.agreement_line(measured)), *layers]
+    if measured.part == "stress":
+        return [_Section(tables.stress_table(measured))]
+    if measured.part == "fusion":
+        return [_fusion(measured)]
+    timings = [_timings(measured, *of_family) for of_family in families(measured).items()]
+    return [_Section(_METHODS[measured.part]), *timings]
 
 
-def _stress(measured: Results) -> Iterator[_Section]:
-    yield "", None, tables.stress_table(measured)
+def _layers(family: str, records: Sequence[RecordDict]) -> _Section:
+    title = _title(family)
+    depth = 1 + max(record["layer"] for record in records if record.get("layer") is not None)
+    if depth < TOWERS[family].depth:  # as where there is no GPU
+        title = f"Small tower of {depth} layers, built as that of {_MODELS[family]}"
+    return _Section(
+        tables.layer_table(records),
+        f"{title}, layer by layer",
+        f"{family}-layers.svg",
+        lambda charts, path: charts.layer_chart(records, title, path),
+    )
 
 
-def _fusion(measured: Results) -> Iterator[_Section]:
+def _fusion(measured: Results) -> _Section:
     cells = cells_of(measured.records)
     table = markdown.table(*times_table(cells, best="**{}**"))
-    texts = verdict_line(cells), table, _METHODS["fusion"]
-    yield "", "fusion.svg", "\n\n".join(texts)
+    return _Section(
+        "\n\n".join([verdict_line(cells), table, _METHODS["fusion"]]),
+        chart="fusion.svg",
+        draw=lambda charts, path: charts.fusion_chart(cells, path),
+    )
 
 
-_BODIES: dict[str, Callable[[Results], Iterator[_Section]]] = {
-    "agreement": _agreement,
-    "stress": _stress,
-    "fusion": _fusion,
-}
-
-
-def _timings(measured: Results) -> Iterator[_Section]:
-    of_part = _TIMING_TABLES.get(measured.part, _TIMING_TABLES["towers"])
-    yield "", None, _METHODS[measured.part]
-    for family, workloads in families(measured).items():
-        texts = [table(measured, workloads) for table in of_part]
-        texts.append(_REMARKS.get(family, ""))
-        title = "" if family == measured.part else _title(family)
-        yield title, f"{family}.svg", "\n\n".join(filter(None, texts))
+def _timings(measured: Results, family: str, workloads: Sequence[str]) -> _Section:
+    remarks = [_REMARKS[family]] if family in _REMARKS else []
+    return _Section(
+        "\n\n".join([*tables.timing_tables(measured, workloads), *remarks]),
+        "" if family == measured.part else _title(family),
+        f"{family}.svg",
+        lambda charts, path: charts.timing_chart(measured, workloads, _title(family), path),
+    )
 
 
 def _draw(folder: Path, parts: _Parts) -> None:
@@ -316,29 +318,10 @@ def _draw(folder: Path, parts: _Parts) -> None:
             "charts need Matplotlib: pip install '.[compare]' in the clone"
         ) from None
     charts.hero_chart(hero_bars(parts), _device(parts), folder / _HERO)
-    for part, measured in parts.items():
-        if part == "agreement":
-            for family, records in layer_families(measured).items():
-                path = folder / f"{family}-layers.svg"
-                charts.layer_chart(records, _tower_title(family, records), path)
-        elif part == "fusion":
-            charts.fusion_chart(cells_of(measured.records), folder / "fusion.svg")
-        elif part != "stress":
-            for family, workloads in families(measured).items():
-                path = folder / f"{family}.svg"
-                if ranking(measured, workloads):
-                    charts.timing_chart(measured, workloads, _title(family), path)
-                else:
-                    path.unlink(missing_ok=True)  # an earlier run's
+    for section in (section for measured in parts.values() for section in _sections(measured)):
+        if section.draw:
+            section.draw(charts, folder / section.chart)
 
 
 def _title(name: str) -> str:
     return _TITLES.get(name, name)
-
-
-def _tower_title(family: str, records: Sequence[RecordDict]) -> str:
-    """The title of a tower compared layer by layer, which without a GPU is a small one."""
-    depth = 1 + max(record["layer"] for record in records if record.get("layer") is not None)
-    if depth < TOWERS[family].depth:
-        return f"Small tower of {depth} layers, built as that of {_MODELS[family]}"
-    return _title(family)

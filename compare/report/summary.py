@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from compare.common.console import number
 from compare.common.result_files import Results
-from compare.report.grouping import KERNELS, OURS, RecordDict, timed
+from compare.report.grouping import KERNELS, OURS, UNITS, Column, timed
 from compare.report.markdown import speedup, table
 
 SIZES = ("448", "672", "896", "1344")
@@ -18,7 +18,6 @@ class _Subject:
 
     Attributes:
         key: which time of a record counts.
-        unit_us: microseconds of the unit in which the table has it.
         rivals: by the title of their row, how their names start and which time counts. With no
             name, all libraries of the same framework.
     """
@@ -28,19 +27,18 @@ class _Subject:
     twins: tuple[str, str]
     title: str
     key: str
-    unit_us: float
     rivals: Mapping[str, tuple[str, str]]
 
-    def columns(self, parts: Mapping[str, Results]) -> list[dict[str, RecordDict]]:
+    def columns(self, parts: Mapping[str, Results]) -> list[Column]:
         """The records at each size by implementation."""
         results = parts.get(self.part)
         return [timed(results, f"{self.family}-{s}") if results else {} for s in SIZES]
 
-    def ours_us(self, records: dict[str, RecordDict]) -> list[float | None]:
+    def ours_us(self, records: Column) -> list[float | None]:
         """The time of each twin."""
         return [records.get(name, {}).get(self.key) for name in self.twins]
 
-    def speedups(self, records: dict[str, RecordDict], rival: str) -> list[float | None]:
+    def speedups(self, records: Column, rival: str) -> list[float | None]:
         """How much faster each twin is than the fastest of some rivals."""
         return [
             theirs / ours
@@ -49,9 +47,7 @@ class _Subject:
             for ours, framework in zip(self.ours_us(records), ("torch", "jax"), strict=True)
         ]
 
-    def fastest_us(
-        self, records: dict[str, RecordDict], rival: str, framework: str
-    ) -> float | None:
+    def fastest_us(self, records: Column, rival: str, framework: str) -> float | None:
         """The least time of some rivals."""
         start, key = self.rivals[rival]
         times_us = (
@@ -72,7 +68,6 @@ _TOWERS = _Subject(
     ("torch", "flax"),
     "vision tower of Qwen2.5-VL 7B: PyTorch / Flax, ms",
     "row_us",
-    1e3,
     {
         _SDPA: ("Hugging Face SDPA", "row_us"),
         _FLASH: ("Hugging Face FA", "row_us"),
@@ -87,7 +82,6 @@ _WINDOWS, _FRAMES = (
         KERNELS,
         f"attention {where}, one layer: Triton / Pallas, µs",
         "median_us",
-        1.0,
         {_LIBRARIES: ("", "median_us")},
     )
     for family, where in (("windows", "in windows of 64"), ("frames", "over the whole image"))
@@ -97,11 +91,7 @@ _WINDOWS, _FRAMES = (
 def summary_table(parts: Mapping[str, Results]) -> str:
     """Times of ours at four sizes, PyTorch's / JAX's, and their speedups over others.
 
-    Args:
-        parts: of one device, by name.
-
-    Returns:
-        A Markdown table; empty where neither towers nor kernels are on record.
+    A Markdown table of one device's parts; empty where neither towers nor kernels are on record.
     """
     rows = [row for subject in (_TOWERS, _WINDOWS, _FRAMES) for row in _rows(subject, parts)]
     if not rows:
@@ -113,7 +103,8 @@ def summary_table(parts: Mapping[str, Results]) -> str:
 def _rows(subject: _Subject, parts: Mapping[str, Results]) -> Iterator[list[str]]:
     """Ours and a row for each kind of rival, those on record."""
     columns = subject.columns(parts)
-    times = [[number(t and t / subject.unit_us) for t in subject.ours_us(c)] for c in columns]
+    unit_us = UNITS[subject.part][1]
+    times = [[number(t and t / unit_us) for t in subject.ours_us(c)] for c in columns]
     told = {f"**{subject.title}**": [f"**{' / '.join(pair)}**" for pair in times]}
     for rival in subject.rivals:
         ratios = [subject.speedups(records, rival) for records in columns]
@@ -152,24 +143,19 @@ def _least(subject: _Subject, parts: Mapping[str, Results], rival: str) -> list[
     return [min(filter(None, ratios), default=None) for ratios in zip(*sizes, strict=True)]
 
 
-def hero_bars(parts: Mapping[str, Results]) -> dict[str, list[tuple[float, float | None]]]:
-    """Towers at the four sizes: milliseconds, and for others the PyTorch tower's speedup over them.
+def hero_bars(parts: Mapping[str, Results]) -> dict[str, list[float]]:
+    """Milliseconds of towers at the four sizes, by what a bar is called, that of PyTorch first.
 
-    Returns:
-        A list of four by what a bar is called, ours first; empty where a time is not on record.
+    Empty where a time is not on record.
     """
-    bars: dict[str, list[tuple[float, float | None]]] = {}
-    for records in _TOWERS.columns(parts):
-        torch_us, flax_us = _TOWERS.ours_us(records)
-        times_us = {
-            "ours, PyTorch": torch_us,
-            "ours, Flax": flax_us,
-            "Hugging Face, flash attention": _TOWERS.fastest_us(records, _FLASH, "torch"),
-            "Hugging Face, SDPA": _TOWERS.fastest_us(records, _SDPA, "torch"),
-        }
-        if not all(times_us.values()):
-            return {}
-        for name, us in times_us.items():
-            faster = None if name.startswith("ours") else us / torch_us
-            bars.setdefault(name, []).append((us / 1e3, faster))
-    return bars
+    columns = _TOWERS.columns(parts)
+    torch_us, flax_us = zip(*map(_TOWERS.ours_us, columns), strict=True)
+    bars = {
+        "ours, PyTorch": torch_us,
+        "ours, Flax": flax_us,
+        "Hugging Face, flash attention": [_TOWERS.fastest_us(c, _FLASH, "torch") for c in columns],
+        "Hugging Face, SDPA": [_TOWERS.fastest_us(c, _SDPA, "torch") for c in columns],
+    }
+    if not all(map(all, bars.values())):
+        return {}
+    return {name: [us / 1e3 for us in times_us] for name, times_us in bars.items()}

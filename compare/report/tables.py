@@ -1,10 +1,21 @@
 """Result files as Markdown tables: what was checked, what withstood stress, what was timed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from compare.common.console import number
 from compare.common.result_files import Results
-from compare.report.grouping import KERNELS, OURS, RecordDict, family, ranking, size, timed
+from compare.report.grouping import (
+    KERNELS,
+    OURS,
+    UNITS,
+    Column,
+    RecordDict,
+    family,
+    ranking,
+    size,
+    timed,
+)
 from compare.report.markdown import speedup, table
 from compare.workloads.kernels import FRAMES_MIX, FRAMES_MIX_PARTS
 
@@ -19,9 +30,6 @@ _COUNTERPART = {
     ("integration", "torch"): "accelerated",
 }
 
-# Of a part's times: the unit and its microseconds.
-_UNITS = {"kernels": ("µs", 1.0), "towers": ("ms", 1e3), "integration": ("ms", 1e3)}
-
 
 def agreement_line(results: Results) -> str:
     """How many checks, how many and which failed, and the largest error of each kernel."""
@@ -29,9 +37,8 @@ def agreement_line(results: Results) -> str:
     failed = [f"{r['implementation']} on {r['workload']}" for r in checks if not r["passed"]]
     named = ("triton", "pallas", "pallas against triton")
     told = ", ".join(f"{name} {number(_worst(checks, name))}" for name in named)
-    outcome = "all hold"
-    if failed:
-        outcome = f"**{len(failed)} fail** ({', '.join(dict.fromkeys(failed))})"
+    named_once = ", ".join(dict.fromkeys(failed))
+    outcome = f"**{len(failed)} fail** ({named_once})" if failed else "all hold"
     return f"{len(checks)} checks, {outcome}. Largest relative RMS error in bf16: {told}."
 
 
@@ -99,75 +106,87 @@ def _outcome(record: RecordDict) -> str:
     return f"{name}: nothing wrong, memory {host} MiB on the host and {device} on the device"
 
 
-def timing_table(results: Results, workloads: Sequence[str]) -> str:
-    """Times of one family: a row for each implementation, a column for each workload.
+def timing_tables(results: Results, workloads: Sequence[str]) -> list[str]:
+    """The tables of one family that hold anything: its times, and what those do not show.
 
-    A cell holds the median and, for ours, the share of the floor, for a peer the speedup of ours of
-    the same framework over it. Spread and error are the largest of the row.
+    Of kernels ratios. Of towers calls in a row; a call's kernels without the gaps between them, in
+    which a GPU waits for its host; rates, by calls in a row where those were timed; where the time
+    goes; first call and peak memory.
     """
-    records = [record for workload in workloads for record in results.of(workload)]
-    by_workload = {record["workload"]: record.get("floor_us") for record in reversed(records)}
-    scale = _UNITS[results.part][1]
-    floors = [by_workload[workload] for workload in workloads]
-    rows = [["floor", *(number(floor and floor / scale) for floor in floors), "", ""]]
-    for label, name, cells in _cells(results, workloads, "median_us"):
-        own = [r for r in records if r["implementation"] == name and r["median_us"] is not None]
+    columns = [timed(results, workload) for workload in workloads]
+    names = ranking(results, workloads)
+    found = [_medians(results, workloads, columns, names)]
+    if results.part == "kernels":
+        columns = [_ratios(results, workload) for workload in workloads]
+        ratios = dict.fromkeys(name for column in columns for name in column)
+        rows = _rows(ratios, columns, lambda column, name: column.get(name, "–"))
+        found.append(_details("ratio", workloads, rows))
+    else:
+        for title, key in (("calls in a row", "row_us"), ("kernels alone", "profiler_us")):
+            rows = _rows(names, columns, partial(_time, results.part, key))
+            found.append(_details(f"{title}, ms", workloads, _bold(rows)))
+        in_a_row = any("row_us" in record for column in columns for record in column.values())
+        rates = f"thousand tokens a second, calls {'in a row' if in_a_row else 'one by one'}"
+        ours = [name for name in names if name.partition(",")[0] in OURS]
+        found += [
+            _details(rates, workloads, _rows(ours, columns, _rate)),
+            _groups(workloads, columns),
+            _details("first call, peak memory", workloads, _rows(names, columns, _resources)),
+        ]
+    return [text for text in found if text]
+
+
+def _medians(
+    results: Results, workloads: Sequence[str], columns: Sequence[Column], names: Sequence[str]
+) -> str:
+    """A row for each implementation, with the largest spread and error of the row."""
+    unit, unit_us = UNITS[results.part]
+    # A workload that nobody could be timed on has a floor as well.
+    floors = [results.of(workload)[0].get("floor_us") for workload in workloads]
+    rows = _bold(_rows(names, columns, partial(_time, results.part, "median_us")))
+    for name, row in zip(names, rows, strict=True):
+        own = [column[name] for column in columns if name in column]
         spreads = [r["spread_us"] / r["median_us"] for r in own if "spread_us" in r]
-        spread = f"{max(spreads):.1%}" if spreads else "–"
-        error = max(record["relative_rms_error"] for record in own)
-        rows.append([label, *cells, spread, number(error)])
-    unit = _UNITS[results.part][0]
+        row += [
+            f"{max(spreads):.1%}" if spreads else "–",
+            number(max(r["relative_rms_error"] for r in own)),
+        ]
+    floor = ["floor", *(number(us and us / unit_us) for us in floors), "", ""]
     headings = [f"{size(workload)}, {unit}" for workload in workloads]
-    return table([family(workloads[0]), *headings, "spread", "rel. RMS error"], rows)
+    headings = [family(workloads[0]), *headings, "spread", "rel. RMS error"]
+    return table(headings, [floor, *rows])
 
 
-def row_table(results: Results, workloads: Sequence[str]) -> str:
-    """The same cells for calls in a row; empty where none are on record."""
-    rows = [[label, *cells] for label, _, cells in _cells(results, workloads, "row_us")]
-    return _details("calls in a row, ms", workloads, rows)
+def _rows(
+    names: Iterable[str], columns: Sequence[Column], show: Callable[[Column, str], str]
+) -> list[list[str]]:
+    """A row for each name: that, and what `show` makes of it in each column."""
+    return [[name, *(show(column, name) for column in columns)] for name in names]
 
 
-def device_table(results: Results, workloads: Sequence[str]) -> str:
-    """The same cells for a call's kernels without the gaps between them, in which a GPU waits for
-    its host; empty where none are on record.
-    """
-    rows = [[label, *cells] for label, _, cells in _cells(results, workloads, "profiler_us")]
-    return _details("kernels alone, ms", workloads, rows)
+def _bold(rows: list[list[str]]) -> list[list[str]]:
+    """The rows with the names of ours in bold."""
+    return [[f"**{name}**" if name in OURS else name, *cells] for name, *cells in rows]
 
 
-def _cells(
-    results: Results, workloads: Sequence[str], key: str
-) -> Iterator[tuple[str, str, list[str]]]:
-    """Label, name and cells of each implementation, ours first; `key` tells which time."""
-    by_workload = [timed(results, workload) for workload in workloads]
-    for name in ranking(results, workloads):
-        cells = [_cell(results.part, records, name, key) for records in by_workload]
-        yield f"**{name}**" if name in OURS else name, name, cells
+def _details(title: str, workloads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with a column for each workload; empty where no cell holds anything."""
+    known = any(set(cells) != {"–"} for _, *cells in rows)
+    return table([title, *map(size, workloads)], rows) if known else ""
 
 
-def _cell(part: str, records: dict[str, RecordDict], name: str, key: str) -> str:
+def _time(part: str, key: str, records: Column, name: str) -> str:
+    """A time and, for ours, the share of the floor, for a peer the speedup of ours over it."""
     time_us = records.get(name, {}).get(key)
     if time_us is None:
         return "–"
-    time = number(time_us / _UNITS[part][1])
+    time = number(time_us / UNITS[part][1])
     if name in OURS:
         floor = records[name].get("floor_us")
         return time if floor is None else f"**{time}** ({floor / time_us:.0%} of floor)"
     counterpart = _COUNTERPART.get((part, records[name].get("framework", "")), "")
     ours_us = records.get(counterpart, {}).get(key)
     return time if ours_us is None else f"{time} ({speedup(time_us / ours_us)})"
-
-
-def ratio_table(results: Results, workloads: Sequence[str]) -> str:
-    """What the times of one family do not show, a row for each that could be measured.
-
-    The host's time of a call, which a short kernel may not hide; Pallas' time over Triton's by the
-    one clock that sees both; a mixed call's over that of its parts.
-    """
-    columns = [_ratios(results, workload) for workload in workloads]
-    names = dict.fromkeys(name for column in columns for name in column)
-    rows = [[name, *(column.get(name, "–") for column in columns)] for name in names]
-    return _details("ratio", workloads, rows)
 
 
 def _ratios(results: Results, workload: str) -> dict[str, str]:
@@ -188,24 +207,8 @@ def _ratios(results: Results, workload: str) -> dict[str, str]:
     return found
 
 
-def rate_table(results: Results, workloads: Sequence[str]) -> str:
-    """Tokens a second of each of our towers, and frames of clips; empty where none is on record.
-
-    By calls in a row, where those were timed.
-    """
-    in_a_row = any("row_us" in record for w in workloads for record in results.of(w))
-    calls = "in a row" if in_a_row else "one by one"
-    title = f"thousand tokens a second, calls {calls}"
-    return _details(title, workloads, _ours(results, workloads, _rate))
-
-
-def resource_table(results: Results, workloads: Sequence[str]) -> str:
-    """First call and peak memory of each tower."""
-    title = "first call, peak memory"
-    return _details(title, workloads, _ours(results, workloads, _resources, peers=True))
-
-
-def _rate(record: RecordDict) -> str:
+def _rate(records: Column, name: str) -> str:
+    record = records.get(name, {})
     if "tokens_per_s" not in record:
         return "–"
     tokens = number(record["tokens_per_s"] / 1e3)
@@ -213,45 +216,21 @@ def _rate(record: RecordDict) -> str:
     return tokens if frames is None else f"{tokens} ({frames:.0f} frames)"
 
 
-def _resources(record: RecordDict) -> str:
-    if not record:
-        return "–"
+def _resources(records: Column, name: str) -> str:
+    record = records.get(name, {})
     seconds, memory = record.get("compile_s"), record.get("peak_memory_mib")
     told = "–" if seconds is None else f"{seconds:.2f} s"
     return told if memory is None else f"{told}, {memory:.0f} MiB"
 
 
-def _ours(
-    results: Results,
-    workloads: Sequence[str],
-    show: Callable[[RecordDict], str],
-    peers: bool = False,
-) -> list[list[str]]:
-    """A row for each of our implementations, and where wanted of its peers."""
-    by_workload = [timed(results, workload) for workload in workloads]
-    return [
-        [name, *(show(records.get(name, {})) for records in by_workload)]
-        for name in ranking(results, workloads)
-        if peers or name.partition(",")[0] in OURS
-    ]
-
-
-def _details(title: str, workloads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with a column for each workload; empty where no cell holds anything."""
-    if all(set(cells) == {"–"} for _, *cells in rows):
-        return ""
-    return table([title, *map(size, workloads)], rows)
-
-
-def group_table(results: Results, workloads: Sequence[str]) -> str:
+def _groups(workloads: Sequence[str], columns: Sequence[Column]) -> str:
     """Where the time of our towers goes, by groups of kernels; empty where no profiler saw it."""
     rows, groups = [], {}
-    for workload in workloads:
-        for name, record in timed(results, workload).items():
-            if "groups_us" not in record:
-                continue
-            groups = record["groups_us"]
-            rest = record["median_us"] - record["profiler_us"]
-            times = (*groups.values(), rest, record["floor_us"])
-            rows.append([f"{name}, {size(workload)}", *(f"{time / 1e3:.2f}" for time in times)])
+    for workload, column in zip(workloads, columns, strict=True):
+        for name, record in column.items():
+            if "groups_us" in record:
+                groups = record["groups_us"]
+                rest = record["median_us"] - record["profiler_us"]
+                times = (*groups.values(), rest, record["floor_us"])
+                rows.append([f"{name}, {size(workload)}", *(f"{t / 1e3:.2f}" for t in times)])
     return table(["ms", *groups, "between kernels", "floor"], rows) if rows else ""

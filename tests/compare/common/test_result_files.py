@@ -138,6 +138,5 @@ def test_a_library_without_a_package_is_told_by_its_content(monkeypatch, tmp_pat
 
 
 def test_default_path_names_the_device(tmp_path):
-    assert environment.slug("NVIDIA H200") == "nvidia-h200"
     path = result_files.default_path("kernels", "NVIDIA H200", tmp_path)
     assert path == tmp_path / "nvidia-h200" / "kernels.json"

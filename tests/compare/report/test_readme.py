@@ -37,7 +37,7 @@ def written_by_hand():
 
 
 def test_the_readme_shows_the_committed_results():
-    renewed = report.renewed(text(), README, RESULTS, RESULTS / report.REPORT)
+    renewed = report.renewed(README, RESULTS, RESULTS / report.REPORT)
     assert renewed == text(), "renew it: python -m compare report --readme README.md"
 
 

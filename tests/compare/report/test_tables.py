@@ -8,16 +8,7 @@ from compare.common.console import number
 from compare.common.result_files import Record
 from compare.report.grouping import families, size
 from compare.report.markdown import speedup, table
-from compare.report.tables import (
-    agreement_line,
-    device_table,
-    group_table,
-    rate_table,
-    ratio_table,
-    resource_table,
-    row_table,
-    timing_table,
-)
+from compare.report.tables import agreement_line, timing_tables
 from compare.workloads.kernels import FRAMES_MIX, FRAMES_MIX_PARTS
 from tests.compare import synthetic
 
@@ -35,6 +26,16 @@ def test_numbers(value, text):
 
 def test_a_bar_in_an_error_does_not_end_a_tables_cell():
     assert table(["who", "what"], [["flax", "int | None"]]).endswith("| flax | int \\| None |")
+
+
+def details(results, workloads):
+    """The tables behind that of the times, as lines, by their first heading."""
+    tables = [text.splitlines() for text in timing_tables(results, workloads)[1:]]
+    return {lines[0].split(" | ")[0].removeprefix("| "): lines for lines in tables}
+
+
+def timing_table(results, workloads):
+    return timing_tables(results, workloads)[0]
 
 
 def test_timing_table():
@@ -64,16 +65,17 @@ def test_a_spread_that_is_not_known_is_not_shown_as_none():
 def test_calls_in_a_row():
     records = synthetic.timing_records(("tower",), synthetic.TOWERS)
     measured = synthetic.as_results("towers", records)
-    lines = row_table(measured, ["tower-448", "tower-672"]).splitlines()
+    tables = details(measured, ["tower-448", "tower-672"])
+    lines = tables["calls in a row, ms"]
     assert lines[0] == "| calls in a row, ms | 448 | 672 |"
     assert lines[2] == "| **torch** | **2.48** (0% of floor) | **5.58** (0% of floor) |"
     assert lines[4] == "| Hugging Face FA2 varlen | 13.6 (5.5x) | 30.6 (5.5x) |"
-    unknown = [replace(record, row_us=None, profiler_us=None) for record in records]
-    assert row_table(synthetic.as_results("towers", unknown), ["tower-448"]) == ""
-    lines = device_table(measured, ["tower-448", "tower-672"]).splitlines()
+    lines = tables["kernels alone, ms"]
     assert lines[0] == "| kernels alone, ms | 448 | 672 |"
     assert len(lines) > 2
-    assert device_table(synthetic.as_results("towers", unknown), ["tower-448"]) == ""
+    unknown = [replace(record, row_us=None, profiler_us=None) for record in records]
+    tables = details(synthetic.as_results("towers", unknown), ["tower-448"])
+    assert list(tables) == ["first call, peak memory"]
 
 
 @pytest.mark.parametrize(("row_us", "calls"), [(2e3, "in a row"), (None, "one by one")])
@@ -81,13 +83,15 @@ def test_rates_tell_which_calls_they_are_of(row_us, calls):
     """Result files from before calls in a row were timed hold rates of calls one by one."""
     rates = {"tokens_per_s": 3.5e5, "frames_per_s": 700.0}
     record = Record("tower-448", "torch", median_us=3e3, row_us=row_us, details=rates)
-    text = rate_table(synthetic.as_results("towers", [record]), ["tower-448"])
-    assert text.splitlines()[0] == f"| thousand tokens a second, calls {calls} | 448 |"
-    assert text.splitlines()[2] == "| torch | 350 (700 frames) |"
+    record = replace(record, relative_rms_error=4e-3)
+    tables = details(synthetic.as_results("towers", [record]), ["tower-448"])
+    lines = tables[f"thousand tokens a second, calls {calls}"]
+    assert lines[2] == "| torch | 350 (700 frames) |"
 
 
 def ratios(records, workloads):
-    return ratio_table(synthetic.as_results("kernels", records), workloads)
+    tables = details(synthetic.as_results("kernels", records), workloads)
+    return "\n".join(tables.get("ratio", []))
 
 
 def test_ratios():
@@ -117,18 +121,20 @@ def test_where_a_towers_time_goes_and_what_it_takes():
         "tower-448",
         "torch",
         median_us=3000.0,
+        relative_rms_error=4e-3,
         profiler_us=2400.0,
         floor_us=1800.0,
         compile_s=9.591,
         peak_memory_mib=1366.9,
         details={"groups_us": groups},
     )
-    peer = Record("tower-448", "Hugging Face SDPA", median_us=9e3, compile_s=0.1)
+    peer = Record("tower-448", "Hugging Face SDPA", 9e3, compile_s=0.1, relative_rms_error=4e-3)
     measured = synthetic.as_results("towers", [record, peer])
-    lines = group_table(measured, ["tower-448"]).splitlines()
+    tables = details(measured, ["tower-448"])
+    lines = tables["ms"]
     assert lines[0] == "| ms | products | other | between kernels | floor |"
     assert lines[2:] == ["| torch, 448 | 2.20 | 0.01 | 0.60 | 1.80 |"]
-    lines = resource_table(measured, ["tower-448"]).splitlines()
+    lines = tables["first call, peak memory"]
     assert lines[2:] == ["| torch | 9.59 s, 1367 MiB |", "| Hugging Face SDPA | 0.10 s |"]
 
 
@@ -163,7 +169,10 @@ def test_twins_are_compared_by_one_clock():
 def test_the_mix_is_held_against_its_parts():
     names = (*FRAMES_MIX_PARTS, FRAMES_MIX)
     times = dict(zip(names, (100.0, 50.0, 165.0), strict=True))
-    records = [Record(name, "triton", median_us=time) for name, time in times.items()]
+    records = [
+        Record(name, "triton", median_us=time, relative_rms_error=2e-3)
+        for name, time in times.items()
+    ]
     text = ratios(records, names[1:])
     assert "| triton / its parts one by one | – | 1.10 |" in text
     assert "its parts" not in ratios(records[1:], names[1:])
