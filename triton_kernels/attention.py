@@ -93,18 +93,12 @@ def _call(tensors: tuple[torch.Tensor, ...], options: Options) -> torch.Tensor:
     """What both functions do, with max_seqlen, scale, fuse and implementation as options."""
     if goes_unseen(tensors):
         return attend(tensors, options)
-    _check(tensors, options)
+    check_arguments(tensors, *options)
     max_seqlen, scale, *others = options
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
     operators = torch.ops.fused_rope_attention
     operator = operators.qkvpacked if len(tensors) == 4 else operators.varlen
     return operator.default(*tensors, _bound(max_seqlen), scale, *others)
-
-
-def _check(tensors: tuple[torch.Tensor, ...], options: Options) -> None:
-    *qkv, cos, sin, cu_seqlens = tensors
-    names = ("qkv",) if len(qkv) == 1 else ("q", "k", "v")
-    check_arguments(qkv, names, cos, sin, cu_seqlens, *options)
 
 
 def _bound(max_seqlen: int | None) -> int | None:
@@ -147,7 +141,7 @@ def attend(tensors: tuple[torch.Tensor, ...], options: Options) -> torch.Tensor:
     key = key_of(tensors, addresses, options)
     plan = None if key is None else recall(key)
     if plan is None:  # no call like this one has been checked
-        _check(tensors, options)
+        check_arguments(tensors, *options)
         *qkv, cos, sin, cu_seqlens = tensors
         q, k, v = qkv[0].unbind(1) if len(qkv) == 1 else qkv
         kernel = runs_kernel(q.device, options[3])
