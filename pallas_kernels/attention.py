@@ -152,18 +152,22 @@ def _attention(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) 
     return call(qkv, *rest)
 
 
+def _forward(options: _Options, *arguments: tuple | jax.Array) -> tuple[jax.Array, tuple]:
+    return _attention(options, *arguments), arguments
+
+
 def _backward(options: _Options, arguments: tuple, grad: jax.Array) -> tuple:
     """The reference's gradients, from the saved arguments."""
-    qkv, *rest = arguments
+    qkv, cos, sin, cu_seqlens = arguments
     *found, cos_grad, sin_grad = rope_attention_gradients(
-        grad, *_q_k_v(qkv), *rest, options.scale, options.max_seqlen
+        grad, (*_q_k_v(qkv), cos, sin), cu_seqlens, options.scale, options.max_seqlen
     )
     packed = len(qkv) == 1
     qkv_grad = (jnp.stack(found, axis=1),) if packed else tuple(x[:, None] for x in found)
     return qkv_grad, cos_grad, sin_grad, None
 
 
-_attention.defvjp(lambda *arguments: (_attention(*arguments), arguments[1:]), _backward)
+_attention.defvjp(_forward, _backward)
 
 
 # Outside of any jit it would be traced and compiled anew at each call.

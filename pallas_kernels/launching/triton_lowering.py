@@ -48,23 +48,14 @@ class TritonParams(plgpu.CompilerParams):
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel, and how it is launched.
+    """A compiled kernel, and how it is launched."""
 
-    Attributes:
-        name: of its entry point.
-        ptx: its code.
-        grid: programs along each of three axes.
-        threads: of a program.
-        shared_memory: bytes a program that the launch has to ask for.
-        pointers: how many it takes.
-    """
-
-    name: str
+    name: str  # of its entry point
     ptx: str
-    grid: tuple[int, int, int]
-    threads: int
-    shared_memory: int
-    pointers: int
+    grid: tuple[int, int, int]  # of programs
+    threads: int  # of a program
+    shared_memory: int  # bytes a program that the launch has to ask for
+    pointers: int  # how many it takes
 
 
 @functools.lru_cache(maxsize=256)
@@ -165,10 +156,7 @@ def _kernel(context: Any, params: TritonParams, jaxpr: Any, grid_mapping: Any) -
 
 def _launch_attributes(kernel: Kernel, outputs: range) -> dict[str, ir.Attribute]:
     """What XLA wants to be told of a kernel, whose pointers to results are those in `outputs`."""
-
-    def int32(number: int) -> ir.Attribute:
-        return ir.IntegerAttr.get(ir.IntegerType.get_signless(32), number)
-
+    int32 = functools.partial(ir.IntegerAttr.get, ir.IntegerType.get_signless(32))
     sizes = dict(zip(("grid_x", "grid_y", "grid_z"), kernel.grid, strict=True))
     sizes |= {"block_x": kernel.threads, "block_y": 1, "block_z": 1}
     sizes |= {"shared_mem_bytes": kernel.shared_memory}
