@@ -26,22 +26,14 @@ _REMEMBERED = 4096
 
 
 class Launch(NamedTuple):
-    """How one kernel is launched.
+    """How one kernel is launched."""
 
-    Attributes:
-        block: rows of a query tile; in the rotate kernel of its only tile.
-        block_k: rows of a key tile; in the rotate kernel heads of a program.
-        num_warps: warps of a program.
-        num_stages: stages of the loads that Triton pipelines.
-        maxnreg: upper bound on a thread's registers, of which fewer let more programs share a
-            multiprocessor; None: the compiler's choice. XLA, where it compiles Pallas' kernels,
-            takes no bound.
-    """
-
-    block: int
-    block_k: int
-    num_warps: int
-    num_stages: int
+    block: int  # rows of a query tile; in the rotate kernel of its only tile
+    block_k: int  # rows of a key tile; in the rotate kernel heads of a program
+    num_warps: int  # of a program
+    num_stages: int  # of the loads that Triton pipelines
+    # Upper bound on a thread's registers, of which fewer let more programs share a multiprocessor;
+    # None: the compiler's choice. XLA, where it compiles Pallas' kernels, takes no bound.
     maxnreg: int | None = None
 
 
@@ -53,21 +45,13 @@ class Gpu(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a launch depends on.
+    """What a launch depends on."""
 
-    Attributes:
-        kernel: one of KERNELS; "rotating_stream" is the stream kernel where it rotates K.
-        operands: one of OPERANDS: bf16 or fp16, fp32, or rows that miss an alignment to 16 bytes.
-        head_dim: dims of a head.
-        length: tokens of the longest segment.
-        rows: tokens times heads, by which a call has few programs or many for the multiprocessors.
-    """
-
-    kernel: str
-    operands: str
+    kernel: str  # one of KERNELS; "rotating_stream" is the stream kernel where it rotates K
+    operands: str  # one of OPERANDS: bf16 or fp16, fp32, or rows that miss an alignment to 16 bytes
     head_dim: int
-    length: int
-    rows: int
+    length: int  # tokens of the longest segment
+    rows: int  # tokens times heads: a call has few programs or many for the multiprocessors
 
 
 @dataclass(frozen=True)
@@ -99,11 +83,7 @@ class Row:
 
     @classmethod
     def from_json(cls, values: Any) -> "Row":
-        """The inverse of to_json.
-
-        Raises:
-            ValueError: what is wrong with the row.
-        """
+        """The inverse of to_json; a ValueError says what is wrong with the row."""
         if not isinstance(values, dict):
             raise ValueError(f"expected an object, got {values!r}")
         if missing := _REQUIRED - values.keys():
@@ -194,11 +174,7 @@ class Table:
 
     @classmethod
     def from_text(cls, text: str) -> "Table":
-        """The inverse of to_text.
-
-        Raises:
-            ValueError: not such a file; says at which device and row.
-        """
+        """The inverse of to_text; a ValueError says what is wrong, at which device and row."""
         content = json.loads(text)
         if not isinstance(content, dict):
             raise ValueError(f"expected an object of devices, got {type(content).__name__}")

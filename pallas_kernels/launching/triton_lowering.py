@@ -34,15 +34,11 @@ PTX_VERSIONS = {
 
 @dataclass(frozen=True)
 class TritonParams(plgpu.CompilerParams):
-    """Parameters of a kernel that the Triton package compiles.
+    """Parameters of a kernel that the Triton package compiles."""
 
-    Attributes:
-        maxnreg: upper bound on the registers of a thread; None: the compiler's choice.
-        disable_licm: keep values within a loop around another that the compiler would compute
-            once, before it: what `tl.range(disable_licm=True)` says in Triton.
-    """
-
-    maxnreg: int | None = None
+    maxnreg: int | None = None  # upper bound on the registers of a thread, or the compiler's choice
+    # Keep values within a loop around another that the compiler would compute once, before it: what
+    # `tl.range(disable_licm=True)` says in Triton.
     disable_licm: bool = False
 
 
@@ -60,15 +56,9 @@ class Kernel:
 
 @functools.lru_cache(maxsize=256)
 def compile_ir(ttir: str, params: TritonParams, capability: int) -> Any:
-    """Have the Triton package compile a kernel's IR.
+    """Have the Triton package compile what Pallas made of a kernel: a CompiledKernel of Triton's.
 
-    Args:
-        ttir: what Pallas made of the kernel.
-        params: how to compile it.
-        capability: the GPU's compute capability, as in 90 for 9.0.
-
-    Returns:
-        A triton.compiler.CompiledKernel.
+    capability: the GPU's compute capability, as in 90 for 9.0.
     """
     import triton
     from triton.backends.compiler import GPUTarget

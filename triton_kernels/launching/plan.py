@@ -52,34 +52,22 @@ class TensorForm(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """A rotation beforehand.
+    """A rotation beforehand."""
 
-    Attributes:
-        call: the launch, on the tensor that is rotated, what it writes, cos and sin.
-        first: the place in (q, k) of what is rotated, or of the first of both.
-        shape: of what it writes, [tokens, parts, row], parts being one of Q and K, or both.
-    """
-
-    call: Call
-    first: int
-    shape: tuple[int, int, int]
+    call: Call  # on the tensor that is rotated, what it writes, cos and sin
+    first: int  # the place in (q, k) of what is rotated, or of the first of both
+    shape: tuple[int, int, int]  # of what it writes, [tokens, one of Q and K or both, row]
 
 
 class Plan(NamedTuple):
-    """All launches of the operation.
+    """All launches of the operation."""
 
-    Attributes:
-        part: bytes from Q to K and from K to V in a packed tensor; 0 if they are separate.
-        shape, strides: of the result, [tokens, heads, head_dim].
-        rotations: of Q and K at once, of each, of K alone, or none.
-        attention: what reads their results, on (q, k, v, out, cos, sin, cu_seqlens) or, if it has
-            tiles, which are of (q, k, v), on (out, cu_seqlens).
-    """
-
-    part: int
-    shape: tuple[int, int, int]
+    part: int  # bytes from Q to K and from K to V in a packed tensor; 0 if they are separate
+    shape: tuple[int, int, int]  # of the result, [tokens, heads, head_dim], as strides
     strides: tuple[int, int, int]
-    rotations: tuple[Rotation, ...]
+    rotations: tuple[Rotation, ...]  # of Q and K at once, of each, of K alone, or none
+    # What reads their results, on (q, k, v, out, cos, sin, cu_seqlens) or, if it has tiles, which
+    # are of (q, k, v), on (out, cu_seqlens).
     attention: Call
 
 
