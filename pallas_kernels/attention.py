@@ -67,9 +67,7 @@ def fused_rope_attention(
     explicit axes of a mesh, or under shard_map, there also with all arguments split by calls, each
     device runs its own.
     """
-    return _call(
-        (q, k, v), ("q", "k", "v"), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation
-    )
+    return _call((q, k, v, cos, sin, cu_seqlens), max_seqlen, scale, fuse, implementation)
 
 
 def fused_rope_attention_qkvpacked(
@@ -88,7 +86,7 @@ def fused_rope_attention_qkvpacked(
     That is what a QKV projection writes; it is neither split nor copied. Everything else is as in
     fused_rope_attention.
     """
-    return _call((qkv,), ("qkv",), cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
+    return _call((qkv, cos, sin, cu_seqlens), max_seqlen, scale, fuse, implementation)
 
 
 @dataclass(frozen=True)
@@ -103,10 +101,6 @@ class _Options:
 
 def _call(
     arrays: tuple[jax.Array, ...],
-    names: tuple[str, ...],
-    cos: jax.Array,
-    sin: jax.Array,
-    cu_seqlens: jax.Array,
     max_seqlen: int | None,
     scale: float | None,
     fuse: str,
@@ -114,26 +108,25 @@ def _call(
 ) -> jax.Array:
     """Check a call's arguments, settle all that is static about it, and run it."""
     # Before numbers of 64 bits, NumPy's default, become JAX's of 32.
-    check_arguments(arrays, names, cos, sin, cu_seqlens, max_seqlen, scale, fuse, implementation)
+    check_arguments(arrays, max_seqlen, scale, fuse, implementation)
     if max_seqlen is None:
-        if isinstance(cu_seqlens, jax.core.Tracer):
+        if isinstance(cu_seqlens := arrays[-1], jax.core.Tracer):
             raise ValueError("max_seqlen must be given where cu_seqlens is traced (by jit or vmap)")
         # A NumPy array's values are known under jit, until it becomes JAX's. Each bound is compiled
         # for, so there are to be few.
         longest = int(np.diff(np.asarray(cu_seqlens, np.int64)).max(initial=0))
         max_seqlen = min(next_power_of_2(longest), arrays[0].shape[0])
-    *arrays, cos, sin, cu_seqlens = map(jnp.asarray, (*arrays, cos, sin, cu_seqlens))
-    check_shardings(arrays, names, cos, sin, cu_seqlens)
-    max_seqlen, (tokens, *_, heads, head_dim) = int(max_seqlen), arrays[0].shape
+    *qkv, cos, sin, cu_seqlens = map(jnp.asarray, arrays)
+    check_shardings(*qkv, cos, sin, cu_seqlens)
+    max_seqlen, (tokens, *_, heads, head_dim) = int(max_seqlen), qkv[0].shape
     if fuse == "auto":
-        fuse = auto_fuse(arrays[0].dtype, head_dim, 2 * cos.shape[1], max_seqlen, tokens, heads)
+        fuse = auto_fuse(qkv[0].dtype, head_dim, 2 * cos.shape[1], max_seqlen, tokens, heads)
     if implementation == "triton":
         implementation = "kernel"  # the same, so both share one compilation
     if implementation == "auto" and not have_tensor_cores():
         implementation = "reference"
     scale = head_dim**-0.5 if scale is None else float(scale)
-    options = _Options(max_seqlen, scale, fuse, implementation)
-    return _run(options, tuple(arrays), cos, sin, cu_seqlens)
+    return _run(_Options(max_seqlen, scale, fuse, implementation), tuple(qkv), cos, sin, cu_seqlens)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -165,9 +158,9 @@ def _forward(options: _Options, *arguments: tuple | jax.Array) -> tuple[jax.Arra
 
 def _backward(options: _Options, arguments: tuple, grad: jax.Array) -> tuple:
     """The reference's gradients, from the saved arguments."""
-    qkv, *rest = arguments
+    qkv, cos, sin, cu_seqlens = arguments
     *found, cos_grad, sin_grad = rope_attention_gradients(
-        grad, *_q_k_v(qkv), *rest, options.scale, options.max_seqlen
+        grad, (*_q_k_v(qkv), cos, sin), cu_seqlens, options.scale, options.max_seqlen
     )
     packed = len(qkv) == 1
     qkv_grad = (jnp.stack(found, axis=1),) if packed else tuple(x[:, None] for x in found)

@@ -1,5 +1,7 @@
 """What the public functions accept, said in one place, and said clearly when it is not met."""
 
+import itertools
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -7,6 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Of a call's arrays, by how many there are.
+NAMES = {
+    4: ("qkv", "cos", "sin", "cu_seqlens"),
+    6: ("q", "k", "v", "cos", "sin", "cu_seqlens"),
+}
 FUSE = ("auto", "qk", "q", "none")
 # "triton" is another word for "kernel".
 IMPLEMENTATIONS = ("auto", "kernel", "triton", "reference")
@@ -38,28 +45,21 @@ def check_cu_seqlens(cu_seqlens: jax.Array, tokens: int, max_seqlen: int | None 
     """
     _check_array("cu_seqlens", cu_seqlens)
     _check_cu_seqlens_form(cu_seqlens)
-    values = np.asarray(cu_seqlens).tolist()
-    for i, value in enumerate(values):
+    for i, (start, value) in enumerate(itertools.pairwise([0, *np.asarray(cu_seqlens).tolist()])):
         if not 0 <= value <= tokens:
             raise ValueError(f"cu_seqlens[{i}] must be in 0..{tokens} (tokens), got {value}")
-        if i and value < values[i - 1]:
+        if value < start:
+            both = f"cu_seqlens[{i - 1}] = {start} and cu_seqlens[{i}] = {value}"
+            raise ValueError(f"cu_seqlens must not decrease, got {both}")
+        if i and max_seqlen is not None and value - start > max_seqlen:
             raise ValueError(
-                f"cu_seqlens must not decrease, got cu_seqlens[{i - 1}] = {values[i - 1]} "
-                f"and cu_seqlens[{i}] = {value}"
-            )
-        if i and max_seqlen is not None and value - values[i - 1] > max_seqlen:
-            raise ValueError(
-                f"segment {i - 1} ({values[i - 1]} to {value}) is {value - values[i - 1]} tokens "
-                f"long, above max_seqlen = {max_seqlen}"
+                f"segment {i - 1} ({start} to {value}) is {value - start} tokens long, above "
+                f"max_seqlen = {max_seqlen}"
             )
 
 
 def check_arguments(
-    arrays: tuple[jax.Array, ...],
-    names: tuple[str, ...],
-    cos: jax.Array,
-    sin: jax.Array,
-    cu_seqlens: jax.Array,
+    arrays: Sequence[jax.Array],
     max_seqlen: int | None,
     scale: float | None,
     fuse: str,
@@ -67,7 +67,7 @@ def check_arguments(
 ) -> None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
 
-    arrays are (q, k, v), or (qkv,) alone.
+    arrays are (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
     """
     for name, x in (("max_seqlen", max_seqlen), ("scale", scale)):
         if isinstance(x, jax.core.Tracer):
@@ -80,23 +80,17 @@ def check_arguments(
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-    _check_arrays(arrays, names, cos, sin, cu_seqlens)
+    _check_arrays(*arrays)
 
 
-def _check_arrays(
-    arrays: tuple[jax.Array, ...],
-    names: tuple[str, ...],
-    cos: jax.Array,
-    sin: jax.Array,
-    cu_seqlens: jax.Array,
-) -> None:
-    everything = (*arrays, cos, sin, cu_seqlens)
-    for name, x in zip((*names, "cos", "sin", "cu_seqlens"), everything, strict=True):
-        _check_array(name, x)
-    first = arrays[0]
-    packed = len(arrays) == 1
-    form = "[tokens, 3, heads, head_dim]" if packed else "[tokens, heads, head_dim]"
+def _check_arrays(*arrays: jax.Array) -> None:
+    names = NAMES[len(arrays)]
     for name, x in zip(names, arrays, strict=True):
+        _check_array(name, x)
+    *qkv, cos, sin, cu_seqlens = arrays
+    first, packed = qkv[0], len(qkv) == 1
+    form = "[tokens, 3, heads, head_dim]" if packed else "[tokens, heads, head_dim]"
+    for name, x in zip(names, qkv, strict=False):
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}")
         if x.ndim != (4 if packed else 3) or (packed and x.shape[1] != 3):
@@ -106,15 +100,14 @@ def _check_arrays(
                 f"{name} must have the shape and dtype of {names[0]}, {first.shape} "
                 f"{first.dtype}, got {x.shape} {x.dtype}"
             )
-    tokens, head_dim = first.shape[0], first.shape[-1]
+    tokens, *_, heads, head_dim = first.shape
     if tokens > MAX_TOKENS:
         raise ValueError(f"at most {MAX_TOKENS} tokens are supported, got {tokens}")
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
     _check_angles(first, cos, sin)
     _check_cu_seqlens_form(cu_seqlens)
-    programs = (cu_seqlens.shape[0] - 1) * first.shape[-2]
-    if programs > MAX_PROGRAMS:
+    if (programs := (cu_seqlens.shape[0] - 1) * heads) > MAX_PROGRAMS:
         raise ValueError(f"segments x heads must be at most {MAX_PROGRAMS}, got {programs}")
 
 
@@ -146,14 +139,10 @@ def _check_angles(first: jax.Array, cos: jax.Array, sin: jax.Array) -> None:
         raise ValueError(f"sin must have the shape of cos, {cos.shape}, got {sin.shape}")
 
 
-def _check_cu_seqlens_form(cu_seqlens: jax.Array) -> None:
-    if cu_seqlens.dtype != jnp.int32:
-        raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(
-            f"cu_seqlens must be a vector of segments + 1 values, got shape {cu_seqlens.shape}"
-        )
-    if cu_seqlens.shape[0] - 1 > MAX_SEGMENTS:
-        raise ValueError(
-            f"at most {MAX_SEGMENTS} segments are supported, got {cu_seqlens.shape[0] - 1}"
-        )
+def _check_cu_seqlens_form(x: jax.Array) -> None:
+    if x.dtype != jnp.int32:
+        raise TypeError(f"cu_seqlens must be int32, got {x.dtype}")
+    if x.ndim != 1 or x.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must be a vector of segments + 1 values, got shape {x.shape}")
+    if (segments := x.shape[0] - 1) > MAX_SEGMENTS:
+        raise ValueError(f"at most {MAX_SEGMENTS} segments are supported, got {segments}")

@@ -1,7 +1,7 @@
 """The unfused computation in plain jnp: the oracle, the CPU path, the differentiable path."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -68,29 +68,23 @@ def rope_attention_reference(
 
 def rope_attention_gradients(
     grad: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
+    primals: Sequence[jax.Array],
     cu_seqlens: jax.Array,
     scale: float,
     max_seqlen: int | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Gradients in q, k, v, cos and sin from that of the reference's result.
+    """Gradients in primals (q, k, v, cos, sin) from that of the reference's result.
 
     JAX's own derivative of the loop would make arrays of zeros as large as q, k and v for every
     block, and sum a key's gradients over blocks in its dtype. Here blocks add to the rows that they
     read, in fp32. Rows of a segment longer than max_seqlen are NaN.
     """
-    tokens = q.shape[0]
+    tokens = grad.shape[0]
     if tokens == 0:
-        return tuple(map(jnp.zeros_like, (q, k, v, cos, sin)))
-    vary = vary_as(grad, q, k, v, cos, sin, cu_seqlens)
+        return tuple(map(jnp.zeros_like, primals))
+    vary = vary_as(grad, *primals, cu_seqlens)
     # Under shard_map, what is the same on several devices gets the sum of its gradients there.
-    (q, k, v, cos, sin), sum_over_devices = jax.vjp(
-        lambda *x: tuple(map(vary, x)), q, k, v, cos, sin
-    )
+    (q, k, v, cos, sin), sum_over_devices = jax.vjp(lambda *x: tuple(map(vary, x)), *primals)
     grad, cu_seqlens = vary(grad), vary(cu_seqlens)
 
     def rotate(q: jax.Array, k: jax.Array, *angles: jax.Array) -> tuple[jax.Array, ...]:

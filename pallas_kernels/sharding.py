@@ -10,37 +10,30 @@ from collections.abc import Callable
 import jax
 from jax.sharding import PartitionSpec
 
+from pallas_kernels.checks import NAMES
 
-def check_shardings(
-    arrays: tuple[jax.Array, ...],
-    names: tuple[str, ...],
-    cos: jax.Array,
-    sin: jax.Array,
-    cu_seqlens: jax.Array,
-) -> None:
+
+def check_shardings(*arrays: jax.Array) -> None:
     """Raise ValueError for the first argument that is split otherwise than by heads.
 
-    arrays are (q, k, v), or (qkv,) alone.
+    arrays are (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
     """
     *before, heads, _ = _spec(arrays[0])
     by_heads = PartitionSpec(*(None for _ in before), heads, None)
-    for name, x in zip(names, arrays, strict=True):
-        if _spec(x) != by_heads:
-            raise ValueError(
-                f"{name} must be split over devices by heads alone, as in {by_heads}, "
-                f"got {_spec(x)}"
-            )
-    for name, x in (("cos", cos), ("sin", sin), ("cu_seqlens", cu_seqlens)):
-        if any(_spec(x)):
-            raise ValueError(f"{name} must be the same on all devices, got {_spec(x)}")
+    for name, x in zip(NAMES[len(arrays)], arrays, strict=True):
+        spec = _spec(x)
+        if name not in ("cos", "sin", "cu_seqlens"):
+            if spec != by_heads:
+                raise ValueError(
+                    f"{name} must be split over devices by heads alone, as in {by_heads}, "
+                    f"got {spec}"
+                )
+        elif any(spec):
+            raise ValueError(f"{name} must be the same on all devices, got {spec}")
 
 
 def on_own_heads(
-    attention: Callable[..., jax.Array],
-    qkv: tuple[jax.Array, ...],
-    cos: jax.Array,
-    sin: jax.Array,
-    cu_seqlens: jax.Array,
+    attention: Callable[..., jax.Array], qkv: tuple[jax.Array, ...], *rest: jax.Array
 ) -> jax.Array:
     """attention(qkv, cos, sin, cu_seqlens), by each device on its own heads where they are split.
 
@@ -48,7 +41,7 @@ def on_own_heads(
     """
     heads = _spec(qkv[0])[2]
     if heads is None:
-        return attention(qkv, cos, sin, cu_seqlens)
+        return attention(qkv, *rest)
     split, same = PartitionSpec(None, None, heads), PartitionSpec()
     split_attention = jax.shard_map(
         attention,
@@ -58,7 +51,7 @@ def on_own_heads(
         out_specs=PartitionSpec(None, heads),
         check_vma=False,  # Pallas' interpreter mixes what varies by device with what does not
     )
-    return split_attention(qkv, cos, sin, cu_seqlens)
+    return split_attention(qkv, *rest)
 
 
 def varying_axes(*arrays: jax.Array) -> frozenset[str]:

@@ -96,7 +96,7 @@ def _call(tensors: tuple[torch.Tensor, ...], options: Options) -> torch.Tensor:
     if goes_unseen(tensors):
         addresses, place = locate(tensors)
         return attend(tensors, options, addresses, place)
-    _check(tensors, options)
+    check_arguments(tensors, *options)
     max_seqlen, scale, *others = options
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
     operators = torch.ops.fused_rope_attention
@@ -116,7 +116,7 @@ def attend(
     """
     plan = plans.get((place, options)) if _are_plain(options) else None
     if plan is None:  # no call like this one has been checked
-        _check(tensors, options)
+        check_arguments(tensors, *options)
         *qkv, cos, sin, cu_seqlens = tensors
         q, k, v = qkv[0].unbind(1) if len(qkv) == 1 else qkv
         max_seqlen, scale, fuse, implementation = options
@@ -149,12 +149,6 @@ def _are_plain(options: Options) -> bool:
     max_seqlen, scale, fuse, implementation = options
     plain = type(max_seqlen) is int and type(fuse) is type(implementation) is str
     return plain and (scale is None or type(scale) is float)
-
-
-def _check(tensors: tuple[torch.Tensor, ...], options: Options) -> None:
-    *qkv, cos, sin, cu_seqlens = tensors
-    names = ("qkv",) if len(qkv) == 1 else ("q", "k", "v")
-    check_arguments(qkv, names, cos, sin, cu_seqlens, *options)
 
 
 def _bound(max_seqlen: int | None) -> int | None:

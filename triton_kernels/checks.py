@@ -1,5 +1,6 @@
 """What the public functions accept, said in one place, and said clearly when it is not met."""
 
+import itertools
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -7,6 +8,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+# Of a call's tensors, by how many there are.
+NAMES = {
+    4: ("qkv", "cos", "sin", "cu_seqlens"),
+    6: ("q", "k", "v", "cos", "sin", "cu_seqlens"),
+}
 FUSE = ("auto", "qk", "q", "none")
 IMPLEMENTATIONS = ("auto", "kernel", "triton", "reference")  # "triton" is the kernel, too
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -38,28 +44,21 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int | No
     """
     _check_tensor("cu_seqlens", cu_seqlens)
     _check_cu_seqlens_form(cu_seqlens)
-    values = cu_seqlens.tolist()
-    for i, value in enumerate(values):
+    for i, (start, value) in enumerate(itertools.pairwise([0, *cu_seqlens.tolist()])):
         if not 0 <= value <= tokens:
             raise ValueError(f"cu_seqlens[{i}] must be in 0..{tokens} (tokens), got {value}")
-        if i and value < values[i - 1]:
+        if value < start:
+            both = f"cu_seqlens[{i - 1}] = {start} and cu_seqlens[{i}] = {value}"
+            raise ValueError(f"cu_seqlens must not decrease, got {both}")
+        if i and max_seqlen is not None and value - start > max_seqlen:
             raise ValueError(
-                f"cu_seqlens must not decrease, got cu_seqlens[{i - 1}] = {values[i - 1]} "
-                f"and cu_seqlens[{i}] = {value}"
-            )
-        if i and max_seqlen is not None and value - values[i - 1] > max_seqlen:
-            raise ValueError(
-                f"segment {i - 1} ({values[i - 1]} to {value}) is {value - values[i - 1]} tokens "
-                f"long, above max_seqlen = {max_seqlen}"
+                f"segment {i - 1} ({start} to {value}) is {value - start} tokens long, above "
+                f"max_seqlen = {max_seqlen}"
             )
 
 
 def check_arguments(
     tensors: Sequence[torch.Tensor],
-    names: tuple[str, ...],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    cu_seqlens: torch.Tensor,
     max_seqlen: int | None,
     scale: float | None,
     fuse: str,
@@ -67,8 +66,8 @@ def check_arguments(
 ) -> None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
 
-    tensors are (q, k, v), or (qkv,) alone. A tensor with a forward-mode derivative raises
-    NotImplementedError.
+    tensors are (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...). A tensor with a forward-mode
+    derivative raises NotImplementedError.
     """
     # int comes first: asking the abstract class takes longer.
     ints = (int, torch.SymInt, Integral)
@@ -83,29 +82,22 @@ def check_arguments(
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-    _check_tensors(tensors, names, cos, sin, cu_seqlens)
+    _check_tensors(*tensors)
     # PyTorch drops the tangents of an operator that has no forward mode, in silence.
-    dual_level = forward_ad._current_level >= 0
-    if dual_level and any(map(_has_tangent, (*tensors, cos, sin, cu_seqlens, scale))):
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, (*tensors, scale))):
         raise NotImplementedError(
             "forward-mode differentiation is not supported, use reverse mode (backward, grad)"
         )
 
 
-def _check_tensors(
-    tensors: Sequence[torch.Tensor],
-    names: tuple[str, ...],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-) -> None:
-    everything = (*tensors, cos, sin, cu_seqlens)
-    for name, x in zip((*names, "cos", "sin", "cu_seqlens"), everything, strict=True):
-        _check_tensor(name, x)
-    first = tensors[0]
-    packed = len(tensors) == 1
-    form = "[tokens, 3, heads, head_dim]" if packed else "[tokens, heads, head_dim]"
+def _check_tensors(*tensors: torch.Tensor) -> None:
+    names = NAMES[len(tensors)]
     for name, x in zip(names, tensors, strict=True):
+        _check_tensor(name, x)
+    *qkv, cos, sin, cu_seqlens = tensors
+    first, packed = qkv[0], len(qkv) == 1
+    form = "[tokens, 3, heads, head_dim]" if packed else "[tokens, heads, head_dim]"
+    for name, x in zip(names, qkv, strict=False):
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}")
         if x.ndim != (4 if packed else 3) or (packed and x.shape[1] != 3):
@@ -118,19 +110,18 @@ def _check_tensors(
         if x.device != first.device:
             raise ValueError(f"{name} must be on {first.device} like {names[0]}, got {x.device}")
         _check_strides(name, x)
-    tokens, head_dim = first.shape[0], first.shape[-1]
+    tokens, *_, heads, head_dim = first.shape
     if not _holds(tokens <= MAX_TOKENS):
         raise ValueError(f"at most {MAX_TOKENS} tokens are supported, got {tokens}")
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
-    if first.shape[-2] * head_dim > MAX_TOKEN_STRIDE:  # the result's token stride
+    if heads * head_dim > MAX_TOKEN_STRIDE:  # the result's token stride
         raise ValueError(
-            f"heads x head_dim must be at most {MAX_TOKEN_STRIDE}, "
-            f"got {first.shape[-2]} x {head_dim}"
+            f"heads x head_dim must be at most {MAX_TOKEN_STRIDE}, got {heads} x {head_dim}"
         )
     _check_angles(first, cos, sin)
     _check_cu_seqlens_form(cu_seqlens)
-    programs = (cu_seqlens.shape[0] - 1) * first.shape[-2]
+    programs = (cu_seqlens.shape[0] - 1) * heads
     if not _holds(programs <= MAX_PROGRAMS):
         raise ValueError(f"segments x heads must be at most {MAX_PROGRAMS}, got {programs}")
     if cu_seqlens.device != first.device:
@@ -161,9 +152,7 @@ def _holds(condition: bool | torch.SymBool) -> bool:
 
 def _check_strides(name: str, x: torch.Tensor) -> None:
     if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
-        raise ValueError(
-            f"{name} must be contiguous in its last axis, got strides {tuple(x.stride())}"
-        )
+        raise ValueError(f"{name} must be contiguous in its last axis, got strides {x.stride()}")
     if x.stride(0) > MAX_TOKEN_STRIDE:
         raise ValueError(
             f"{name} must have a token stride of at most {MAX_TOKEN_STRIDE} elements, "
@@ -194,22 +183,19 @@ def _check_angles(first: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
             raise ValueError(f"{name} must be on {first.device}, got {x.device}")
         if x.shape != cos.shape or x.stride() != cos.stride():
             raise ValueError(
-                f"sin must have the shape and strides of cos, {tuple(cos.shape)} "
-                f"{tuple(cos.stride())}, got {tuple(x.shape)} {tuple(x.stride())}"
+                f"sin must have the shape and strides of cos, {tuple(cos.shape)} {cos.stride()}, "
+                f"got {tuple(x.shape)} {x.stride()}"
             )
         _check_strides(name, x)
 
 
-def _check_cu_seqlens_form(cu_seqlens: torch.Tensor) -> None:
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
-    contiguous = cu_seqlens.ndim == 1 and cu_seqlens.is_contiguous()
-    if not contiguous or not _holds(cu_seqlens.shape[0] >= 1):
+def _check_cu_seqlens_form(x: torch.Tensor) -> None:
+    if x.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens must be int32, got {x.dtype}")
+    if x.ndim != 1 or not x.is_contiguous() or not _holds(x.shape[0] >= 1):
         raise ValueError(
             "cu_seqlens must be a contiguous vector of segments + 1 values, "
-            f"got shape {tuple(cu_seqlens.shape)} and strides {cu_seqlens.stride()}"
+            f"got shape {tuple(x.shape)} and strides {x.stride()}"
         )
-    if not _holds(cu_seqlens.shape[0] - 1 <= MAX_SEGMENTS):
-        raise ValueError(
-            f"at most {MAX_SEGMENTS} segments are supported, got {cu_seqlens.shape[0] - 1}"
-        )
+    if not _holds((segments := x.shape[0] - 1) <= MAX_SEGMENTS):
+        raise ValueError(f"at most {MAX_SEGMENTS} segments are supported, got {segments}")

@@ -1,7 +1,6 @@
 """Registration with torch.library: opaque to torch.compile, differentiable by the reference."""
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,19 +38,12 @@ def _differentiate(
 
     The results are contiguous.
     """
-    with _recording():
+    # Dispatch modes call an operator with autograd left out.
+    key, included = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
+    with included(key.AutogradFunctionality, False), included(key.ADInplaceOrView, False):
         tensors = [x.detach().requires_grad_(n) for x, n in zip(tensors, needed, strict=True)]
         found = _pull(grad, tensors, cu_seqlens, scale, needed)
     return [x.contiguous() for x in found]
-
-
-@contextlib.contextmanager
-def _recording() -> Iterator[None]:
-    """Where an operator may differentiate, which dispatch modes call with autograd left out."""
-    key = torch._C.DispatchKey
-    included = torch._C._SetExcludeDispatchKeyGuard
-    with included(key.AutogradFunctionality, False), included(key.ADInplaceOrView, False):
-        yield
 
 
 def _pull(
@@ -71,31 +63,15 @@ def _pull(
         return list(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("varlen", _attend, _device)
-    _library.impl("qkvpacked", _attend, _device)
-    _library.impl("backward", _differentiate, _device)
+def _like_q(q: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """What attention of q, or of qkv, returns in a trace."""
+    return q.new_empty((q.shape[0], *q.shape[-2:]))
 
 
-@torch.library.register_fake("fused_rope_attention::varlen", lib=_library)
-def _(q: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return q.new_empty(q.shape)
-
-
-@torch.library.register_fake("fused_rope_attention::qkvpacked", lib=_library)
-def _(qkv: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return qkv.new_empty((qkv.shape[0], *qkv.shape[2:]))
-
-
-@torch.library.register_fake("fused_rope_attention::backward", lib=_library)
-def _(
-    grad: torch.Tensor,
-    tensors: list[torch.Tensor],
-    cu_seqlens: torch.Tensor,
-    scale: float,
-    needed: list[bool],
+def _like_needed(
+    grad: torch.Tensor, tensors: list[torch.Tensor], *arguments: Any
 ) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape) for x, n in zip(tensors, needed, strict=True) if n]
+    return [x.new_empty(x.shape) for x, n in zip(tensors, arguments[-1], strict=True) if n]
 
 
 def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
@@ -118,7 +94,15 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return (*(next(grads) if n else None for n in needed), None, None, None, None, None)
 
 
+def _register(name: str, function: Callable, fake: Callable) -> None:
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, function, device)
+    torch.library.register_fake(f"fused_rope_attention::{name}", fake, lib=_library)
+
+
+_register("backward", _differentiate, _like_needed)
 for _name in ("varlen", "qkvpacked"):
+    _register(_name, _attend, _like_q)
     torch.library.register_autograd(
         f"fused_rope_attention::{_name}", _backward, setup_context=_save, lib=_library
     )

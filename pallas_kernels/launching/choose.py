@@ -8,7 +8,6 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,24 +43,19 @@ _table = jax.make_user_context(Table.read(TABLE_FILE))
 _warp_specialized = jax.make_user_context(True)
 
 
-class HeadSplit(NamedTuple):
-    """head_dim cut into a main and a tail tile, both powers of two; tail 0 where none is needed."""
-
-    main: int
-    tail: int
-
-
 # A tensor-core product needs 16 columns.
 MIN_COLUMNS = 16
 
 
 @functools.cache
-def head_split(head_dim: int) -> HeadSplit:
-    """The narrowest main + tail that hold head_dim columns: 64 = 64 + 0, 80 = 64 + 16."""
+def head_split(head_dim: int) -> tuple[int, int]:
+    """The narrowest main and tail tile, powers of two, that hold head_dim columns.
+
+    64 = 64 + 0, 80 = 64 + 16: the tail is 0 where none is needed.
+    """
     main = max(MIN_COLUMNS, 1 << (head_dim.bit_length() - 1))
-    if main >= head_dim:
-        return HeadSplit(main, 0)
-    return HeadSplit(main, max(MIN_COLUMNS, next_power_of_2(head_dim - main)))
+    rest = head_dim - main
+    return main, max(MIN_COLUMNS, next_power_of_2(rest)) if rest > 0 else 0
 
 
 def rotated_row(heads: int, head_dim: int) -> int:
@@ -134,7 +128,7 @@ def is_warp_specialized(
         return False
     programs = pl.cdiv(tokens, BLOCK) * heads
     waves = pl.cdiv(programs, _MULTIPROCESSORS)
-    tail_in_sectors = head_split(head_dim).tail > 0 and head_dim % 16 == 0
+    tail_in_sectors = head_split(head_dim)[1] > 0 and head_dim % 16 == 0
     fullness = _FULL_WITH_TAIL if tail_in_sectors else _FULL_OTHERWISE
     full = programs >= fullness * waves * _MULTIPROCESSORS
     return head_dim > _WIDEST_FOR_STREAM and full and tiles_fit(tokens, heads, head_dim)

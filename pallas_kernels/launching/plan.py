@@ -41,16 +41,9 @@ def attend(
     fuse: str,
     interpret: bool,
 ) -> jax.Array:
-    """The operation on the GPU.
+    """The operation on the GPU, or in Pallas' interpreter; returns [tokens, heads, head_dim].
 
-    Args:
-        qkv: as `operands` takes it.
-        cos, sin, cu_seqlens, max_seqlen, scale: as in fused_rope_attention.
-        fuse: "qk", "q" or "none".
-        interpret: in Pallas' interpreter.
-
-    Returns:
-        [tokens, heads, head_dim]
+    qkv is as `operands` takes it, fuse "qk", "q" or "none", others as in fused_rope_attention.
     """
     (q, k, v), (q_part, k_part, v_part) = operands(qkv)
     tokens, _, heads, head_dim = v.shape

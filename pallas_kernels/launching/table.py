@@ -10,7 +10,7 @@ This file is the same in both kernel packages, which do not import each other.
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,28 +18,22 @@ from typing import Any, NamedTuple
 KERNELS = ("window", "stream", "rotating_stream", "rotate")
 OPERANDS = ("half", "single", "unaligned")
 DEFAULT = "default"
-_CONDITIONS = ("operands", "max_head_dim", "max_length", "max_rows")
+# What a row says in the file, and what it may say.
+_REQUIRED = {"kernel", "block", "block_k", "num_warps", "num_stages"}
+_KNOWN = _REQUIRED | {"operands", "max_head_dim", "max_length", "max_rows", "maxnreg"}
 # Shapes whose launches are remembered; every image size may be another one.
 _REMEMBERED = 4096
 
 
 class Launch(NamedTuple):
-    """How one kernel is launched.
+    """How one kernel is launched."""
 
-    Attributes:
-        block: rows of a query tile; in the rotate kernel of its only tile.
-        block_k: rows of a key tile; in the rotate kernel heads of a program.
-        num_warps: warps of a program.
-        num_stages: stages of the loads that Triton pipelines.
-        maxnreg: upper bound on a thread's registers, of which fewer let more programs share a
-            multiprocessor; None: the compiler's choice. XLA, where it compiles Pallas' kernels,
-            takes no bound.
-    """
-
-    block: int
-    block_k: int
-    num_warps: int
-    num_stages: int
+    block: int  # rows of a query tile; in the rotate kernel of its only tile
+    block_k: int  # rows of a key tile; in the rotate kernel heads of a program
+    num_warps: int  # of a program
+    num_stages: int  # of the loads that Triton pipelines
+    # Upper bound on a thread's registers, of which fewer let more programs share a multiprocessor;
+    # None: the compiler's choice. XLA, where it compiles Pallas' kernels, takes no bound.
     maxnreg: int | None = None
 
 
@@ -51,21 +45,13 @@ class Gpu(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a launch depends on.
+    """What a launch depends on."""
 
-    Attributes:
-        kernel: one of KERNELS; "rotating_stream" is the stream kernel where it rotates K.
-        operands: one of OPERANDS: bf16 or fp16, fp32, or rows that miss an alignment to 16 bytes.
-        head_dim: dims of a head.
-        length: tokens of the longest segment.
-        rows: tokens times heads, by which a call has few programs or many for the multiprocessors.
-    """
-
-    kernel: str
-    operands: str
+    kernel: str  # one of KERNELS; "rotating_stream" is the stream kernel where it rotates K
+    operands: str  # one of OPERANDS: bf16 or fp16, fp32, or rows that miss an alignment to 16 bytes
     head_dim: int
-    length: int
-    rows: int
+    length: int  # tokens of the longest segment
+    rows: int  # tokens times heads: a call has few programs or many for the multiprocessors
 
 
 @dataclass(frozen=True)
@@ -84,48 +70,41 @@ class Row:
 
     def holds(self, shape: Shape) -> bool:
         """Whether the row is for this shape."""
-        return (
-            self.kernel == shape.kernel
-            and self.operands in (None, shape.operands)
-            and (self.max_head_dim is None or shape.head_dim <= self.max_head_dim)
-            and (self.max_length is None or shape.length <= self.max_length)
-            and (self.max_rows is None or shape.rows <= self.max_rows)
-        )
+        kernel, operands, *numbers = shape
+        largest = self.max_head_dim, self.max_length, self.max_rows
+        if self.kernel != kernel or self.operands not in (None, operands):
+            return False
+        return all(most is None or n <= most for n, most in zip(numbers, largest, strict=True))
 
     def to_json(self) -> dict[str, Any]:
         """The row as it stands in the file."""
-        conditions = {name: getattr(self, name) for name in _CONDITIONS}
-        values = {"kernel": self.kernel} | conditions | self.launch._asdict()
-        return {name: value for name, value in values.items() if value is not None}
+        values = vars(self) | self.launch._asdict()
+        return {name: x for name, x in values.items() if x is not None and name != "launch"}
 
     @classmethod
     def from_json(cls, values: Any) -> "Row":
-        """The inverse of to_json.
-
-        Raises:
-            ValueError: what is wrong with the row.
-        """
+        """The inverse of to_json; a ValueError says what is wrong with the row."""
         if not isinstance(values, dict):
             raise ValueError(f"expected an object, got {values!r}")
-        required = {"kernel", *Launch._fields} - Launch._field_defaults.keys()
-        known = {"kernel", *_CONDITIONS, *Launch._fields}
-        if missing := required - values.keys():
+        if missing := _REQUIRED - values.keys():
             raise ValueError(f"{', '.join(sorted(missing))} missing in {values}")
-        if unknown := values.keys() - known:
-            raise ValueError(f"expected only {', '.join(sorted(known))}, got {', '.join(unknown)}")
-        for name, choices in (("kernel", KERNELS), ("operands", OPERANDS)):
-            if name in values and values[name] not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {values[name]!r}")
+        if unknown := values.keys() - _KNOWN:
+            raise ValueError(f"expected only {', '.join(sorted(_KNOWN))}, got {', '.join(unknown)}")
         for name, value in values.items():
-            if name not in ("kernel", "operands") and (type(value) is not int or value < 1):
+            if name in ("kernel", "operands"):
+                choices = KERNELS if name == "kernel" else OPERANDS
+                if value not in choices:
+                    raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+            elif type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-            if name in ("block", "block_k", "num_warps") and value & (value - 1):
+            elif name in ("block", "block_k", "num_warps") and value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}")
         # A window has to fit into its tile.
         if values["kernel"] == "window" and values.get("max_length", 1 << 30) > values["block"]:
             raise ValueError(f"a window's max_length must be given and at most block, in {values}")
-        launch = Launch(**{name: values[name] for name in Launch._fields if name in values})
-        return cls(values["kernel"], launch, *(values.get(name) for name in _CONDITIONS))
+        launch = {name: values[name] for name in Launch._fields if name in values}
+        others = {name: values[name] for name in values.keys() - launch.keys()}
+        return cls(launch=Launch(**launch), **others)
 
 
 @dataclass(frozen=True)
@@ -143,14 +122,12 @@ class Table:
     """
 
     def __init__(self, devices: Mapping[str, Device]) -> None:
-        """Devices by name.
-
-        Raises:
-            ValueError: there is no "default".
-        """
+        """Devices by name; ValueError where there is no "default"."""
         if DEFAULT not in devices:
             raise ValueError(f"a table of launches needs a device {DEFAULT!r}")
         self.devices = dict(devices)
+        # Of each compute capability its first device.
+        self._generations = {x.compute_capability: x for x in reversed(self.devices.values())}
         self._find = functools.lru_cache(_REMEMBERED)(self._first_row)
 
     def find(self, gpu: Gpu | None, shape: Shape) -> Launch:
@@ -163,67 +140,48 @@ class Table:
 
     def with_rows(self, gpu: Gpu, rows: Sequence[Row]) -> "Table":
         """A table in which a GPU has these rows instead of those it had, in the order of lookup."""
-        # The narrower condition first: one that is left out is the widest. Whether a call is small
-        # counts before how long its segments are.
-        order = sorted(
-            rows,
-            key=lambda row: (
-                KERNELS.index(row.kernel),
-                row.operands or "~",
-                row.max_head_dim or 1 << 30,
-                row.max_rows or 1 << 60,
-                row.max_length or 1 << 30,
-            ),
-        )
-        devices = self.devices | {gpu.name: Device(gpu.compute_capability, tuple(order))}
+
+        def place(row: Row) -> tuple:
+            # The narrower condition first: one that is left out is the widest. Whether a call is
+            # small counts before how long its segments are.
+            largest = row.max_head_dim, row.max_rows, row.max_length
+            return KERNELS.index(row.kernel), row.operands or "~", *(n or 1 << 60 for n in largest)
+
+        device = Device(gpu.compute_capability, tuple(sorted(rows, key=place)))
+        devices = self.devices | {gpu.name: device}
         devices[DEFAULT] = devices.pop(DEFAULT)  # last, as it is looked up
         return Table(devices)
 
     def _first_row(self, gpu: Gpu | None, shape: Shape) -> Launch:
-        launch = next((row.launch for row in self._rows(gpu) if row.holds(shape)), None)
-        if launch is None:
-            raise ValueError(f"the table of launches has none for {shape}")
-        return launch
-
-    def _rows(self, gpu: Gpu | None) -> Iterator[Row]:
+        default = own = self.devices[DEFAULT]
         if gpu is not None:
-            related = (
-                device
-                for device in self.devices.values()
-                if device.compute_capability == gpu.compute_capability
-            )
-            device = self.devices.get(gpu.name) or next(related, None)
-            if device is not None:
-                yield from device.rows
-        yield from self.devices[DEFAULT].rows
+            of_generation = self._generations.get(gpu.compute_capability, default)
+            own = self.devices.get(gpu.name, of_generation)
+        for row in (*own.rows, *default.rows):
+            if row.holds(shape):
+                return row.launch
+        raise ValueError(f"the table of launches has none for {shape}")
 
     def to_text(self) -> str:
         """The file's content: JSON, a line for each row."""
         blocks = []
         for name, device in self.devices.items():
+            name, capability = json.dumps(name), json.dumps(device.compute_capability)
             rows = ",\n".join(f"   {json.dumps(row.to_json())}" for row in device.rows)
-            capability = json.dumps(device.compute_capability)
-            blocks.append(
-                f' {json.dumps(name)}: {{\n  "compute_capability": {capability},\n'
-                f'  "launches": [\n{rows}\n  ]\n }}'
-            )
+            head = f' {name}: {{\n  "compute_capability": {capability},\n  "launches": [\n'
+            blocks.append(f"{head}{rows}\n  ]\n }}")
         return "{\n" + ",\n".join(blocks) + "\n}\n"
 
     @classmethod
     def from_text(cls, text: str) -> "Table":
-        """The inverse of to_text.
-
-        Raises:
-            ValueError: not such a file; says at which device and row.
-        """
+        """The inverse of to_text; a ValueError says what is wrong, at which device and row."""
         content = json.loads(text)
         if not isinstance(content, dict):
             raise ValueError(f"expected an object of devices, got {type(content).__name__}")
         devices = {}
         for name, device in content.items():
-            expected = {"compute_capability", "launches"}
-            if not isinstance(device, dict) or device.keys() != expected:
-                raise ValueError(f"{name}: expected an object of {' and '.join(sorted(expected))}")
+            if not isinstance(device, dict) or device.keys() != {"compute_capability", "launches"}:
+                raise ValueError(f"{name}: expected an object of compute_capability and launches")
             if not isinstance(device["launches"], list):
                 raise ValueError(f"{name}: expected launches to be a list")
             rows = []
@@ -237,12 +195,7 @@ class Table:
 
     @classmethod
     def read(cls, path: Path) -> "Table":
-        """Read a file.
-
-        Raises:
-            ValueError: not such a file; says at which device and row.
-            OSError: it cannot be read.
-        """
+        """from_text of a file, whose errors name the file; OSError where it cannot be read."""
         try:
             return cls.from_text(path.read_text(encoding="utf-8"))
         except ValueError as error:

@@ -34,50 +34,31 @@ PTX_VERSIONS = {
 
 @dataclass(frozen=True)
 class TritonParams(plgpu.CompilerParams):
-    """Parameters of a kernel that the Triton package compiles.
+    """Parameters of a kernel that the Triton package compiles."""
 
-    Attributes:
-        maxnreg: upper bound on the registers of a thread; None: the compiler's choice.
-        disable_licm: keep values within a loop around another that the compiler would compute
-            once, before it: what `tl.range(disable_licm=True)` says in Triton.
-    """
-
-    maxnreg: int | None = None
+    maxnreg: int | None = None  # upper bound on the registers of a thread, or the compiler's choice
+    # Keep values within a loop around another that the compiler would compute once, before it: what
+    # `tl.range(disable_licm=True)` says in Triton.
     disable_licm: bool = False
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel, and how it is launched.
+    """A compiled kernel, and how it is launched."""
 
-    Attributes:
-        name: of its entry point.
-        ptx: its code.
-        grid: programs along each of three axes.
-        threads: of a program.
-        shared_memory: bytes a program that the launch has to ask for.
-        pointers: how many it takes.
-    """
-
-    name: str
+    name: str  # of its entry point
     ptx: str
-    grid: tuple[int, int, int]
-    threads: int
-    shared_memory: int
-    pointers: int
+    grid: tuple[int, int, int]  # of programs
+    threads: int  # of a program
+    shared_memory: int  # bytes a program that the launch has to ask for
+    pointers: int  # how many it takes
 
 
 @functools.lru_cache(maxsize=256)
 def compile_ir(ttir: str, params: TritonParams, capability: int) -> Any:
-    """Have the Triton package compile a kernel's IR.
+    """Have the Triton package compile what Pallas made of a kernel: a CompiledKernel of Triton's.
 
-    Args:
-        ttir: what Pallas made of the kernel.
-        params: how to compile it.
-        capability: the GPU's compute capability, as in 90 for 9.0.
-
-    Returns:
-        A triton.compiler.CompiledKernel.
+    capability: the GPU's compute capability, as in 90 for 9.0.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -165,10 +146,7 @@ def _kernel(context: Any, params: TritonParams, jaxpr: Any, grid_mapping: Any) -
 
 def _launch_attributes(kernel: Kernel, outputs: range) -> dict[str, ir.Attribute]:
     """What XLA wants to be told of a kernel, whose pointers to results are those in `outputs`."""
-
-    def int32(number: int) -> ir.Attribute:
-        return ir.IntegerAttr.get(ir.IntegerType.get_signless(32), number)
-
+    int32 = functools.partial(ir.IntegerAttr.get, ir.IntegerType.get_signless(32))
     sizes = dict(zip(("grid_x", "grid_y", "grid_z"), kernel.grid, strict=True))
     sizes |= {"block_x": kernel.threads, "block_y": 1, "block_z": 1}
     sizes |= {"shared_mem_bytes": kernel.shared_memory}

@@ -47,24 +47,19 @@ _table = ContextVar("table", default=_PACKAGED)
 _warp_specialized = ContextVar("warp_specialized", default=True)
 
 
-class HeadSplit(NamedTuple):
-    """head_dim cut into a main and a tail tile, both powers of two; tail 0 where none is needed."""
-
-    main: int
-    tail: int
-
-
 # A tensor-core product needs 16 columns.
 MIN_COLUMNS = 16
 
 
 @functools.cache
-def head_split(head_dim: int) -> HeadSplit:
-    """The narrowest main + tail that hold head_dim columns: 64 = 64 + 0, 80 = 64 + 16."""
+def head_split(head_dim: int) -> tuple[int, int]:
+    """The narrowest main and tail tile, powers of two, that hold head_dim columns.
+
+    64 = 64 + 0, 80 = 64 + 16: the tail is 0 where none is needed.
+    """
     main = max(MIN_COLUMNS, 1 << (head_dim.bit_length() - 1))
-    if main >= head_dim:
-        return HeadSplit(main, 0)
-    return HeadSplit(main, max(MIN_COLUMNS, next_power_of_2(head_dim - main)))
+    rest = head_dim - main
+    return main, max(MIN_COLUMNS, next_power_of_2(rest)) if rest > 0 else 0
 
 
 def rotated_row(heads: int, head_dim: int) -> int:
@@ -88,11 +83,8 @@ def window_limit(dtype: torch.dtype, head_dim: int) -> int:
 
 
 class LaunchSource(NamedTuple):
-    """Where a call's launches come from.
-
-    Attributes:
-        table, gpu: the table, and the GPU to look up in it.
-        warp_specialized: whether that kernel may take the stream kernel's place.
+    """Where a call's launches come from: a table, the GPU to look up in it, and whether the
+    warp-specialized kernel may take the stream kernel's place.
     """
 
     table: Table
@@ -107,8 +99,7 @@ def launch_settings() -> tuple[Table, bool]:
 
 def launch_source(index: int | None) -> LaunchSource:
     """The table in use, for a CUDA device by its index; None is a CPU."""
-    table, warp_specialized = launch_settings()
-    return LaunchSource(table, gpu(index), warp_specialized)
+    return LaunchSource(_table.get(), gpu(index), _warp_specialized.get())
 
 
 def find_launch(
@@ -156,8 +147,7 @@ def launching_by(table: Table, warp_specialized: bool = True) -> Iterator[None]:
 
 def can_warp_specialize(source: LaunchSource) -> bool:
     """Whether the warp-specialized kernel may be launched on a GPU."""
-    gpu = source.gpu
-    hopper = gpu is not None and gpu.compute_capability == "9.0"
+    hopper = source.gpu is not None and source.gpu.compute_capability == "9.0"
     return _CAN_RUN and hopper and source.warp_specialized
 
 
@@ -179,7 +169,7 @@ def is_warp_specialized(
         return False
     programs = triton.cdiv(tokens, HOPPER_LAUNCH.block) * heads
     waves = triton.cdiv(programs, _MULTIPROCESSORS)
-    tail_in_sectors = head_split(head_dim).tail > 0 and head_dim % 16 == 0
+    tail_in_sectors = head_split(head_dim)[1] > 0 and head_dim % 16 == 0
     fullness = _FULL_WITH_TAIL if tail_in_sectors else _FULL_OTHERWISE
     full = programs >= fullness * waves * _MULTIPROCESSORS
     return head_dim > _WIDEST_FOR_STREAM and full

@@ -25,20 +25,13 @@ class Address(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A descriptor, but for the tensor's address.
+    """A descriptor, but for the tensor's address."""
 
-    Attributes:
-        tensor: the tensor's place among those that a call's tiles are of.
-        shape, strides: of the tensor.
-        block: of a tile, as many axes.
-        layout: of the tile in shared memory.
-    """
-
-    tensor: int
-    shape: tuple[int, ...]
+    tensor: int  # its place among those that a call's tiles are of
+    shape: tuple[int, ...]  # of the tensor, as strides
     strides: tuple[int, ...]
-    block: list[int]
-    layout: "gl.NVMMASharedLayout"
+    block: list[int]  # of a tile, as many axes
+    layout: "gl.NVMMASharedLayout"  # of the tile in shared memory
 
     def of(self, base: torch.Tensor | Address) -> "TensorDescriptor":
         """The descriptor for the tensor of one call."""

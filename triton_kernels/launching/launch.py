@@ -26,39 +26,25 @@ def operand(x: torch.Tensor) -> Operand:
 
 @dataclass(slots=True)
 class Binary:
-    """A kernel's machine code, known once Triton has been asked for it.
+    """A kernel's machine code, known once Triton has been asked for it."""
 
-    Attributes:
-        compiled: None until then, and always in the interpreter, which compiles nothing.
-    """
-
+    # None until then, and always in the interpreter, which compiles nothing.
     compiled: CompiledKernel | None = None
 
 
 class Call(NamedTuple):
-    """All of a launch but its tensors.
+    """All of a launch but its tensors."""
 
-    Attributes:
-        kernel: takes descriptors, the tensors, the numbers and the constants, in this order.
-        programs: of a one-dimensional grid.
-        launch: block sizes, warps, stages, registers.
-        numbers: sizes, scale and strides.
-        constants: what the kernel is compiled for.
-        device: index of the GPU; None for the CPU, where Triton interprets.
-        tiles: what the kernel takes descriptors of, in front of its tensors.
-        binary: what is launched, see `binary_of`; None where Triton has to look at each call.
-        overlap: it may start before the kernel in front of it has ended, for which it waits itself
-            (CUDA's programmatic dependent launch); the same for all calls of a kernel.
-    """
-
-    kernel: JITFunction
-    programs: int
+    kernel: JITFunction  # takes descriptors, the tensors, the numbers and the constants
+    programs: int  # of a one-dimensional grid
     launch: Launch
-    numbers: tuple[int | float, ...]
-    constants: tuple[Any, ...]
-    device: int | None
-    binary: Binary | None
-    tiles: tuple[Tile, ...] = ()
+    numbers: tuple[int | float, ...]  # sizes, scale and strides
+    constants: tuple[Any, ...]  # what the kernel is compiled for
+    device: int | None  # index of the GPU; None for the CPU, where Triton interprets
+    binary: Binary | None  # see `binary_of`; None where Triton has to look at each call
+    tiles: tuple[Tile, ...] = ()  # what the kernel takes descriptors of
+    # It may start before the kernel in front of it has ended, for which it waits itself (CUDA's
+    # programmatic dependent launch); the same for all calls of a kernel.
     overlap: bool = False
 
 
@@ -84,12 +70,7 @@ def launch_kernel(
     """Launch a call on the current device.
 
     By addresses where its binary is known, as for a tensor Triton would ask the driver whose memory
-    it is.
-
-    Args:
-        call: what is launched.
-        operands: what the kernel takes addresses of.
-        described: what the call's tiles are of.
+    it is. The kernel takes addresses of operands; the call's tiles are of `described`.
     """
     compiled = None if call.binary is None else call.binary.compiled
     if compiled is not None and not _hooked():

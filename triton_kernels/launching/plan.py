@@ -18,7 +18,6 @@ from triton_kernels.kernels.window import window_kernel
 from triton_kernels.launching.choose import (
     HOPPER_LAUNCH,
     HOPPER_ROWS,
-    HeadSplit,
     LaunchSource,
     can_warp_specialize,
     find_launch,
@@ -48,34 +47,22 @@ class TensorForm(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """A rotation beforehand.
+    """A rotation beforehand."""
 
-    Attributes:
-        call: the launch, on the tensor that is rotated, what it writes, cos and sin.
-        first: the place in (q, k) of what is rotated, or of the first of both.
-        shape: of what it writes, [tokens, parts, row], parts being one of Q and K, or both.
-    """
-
-    call: Call
-    first: int
-    shape: tuple[int, int, int]
+    call: Call  # on the tensor that is rotated, what it writes, cos and sin
+    first: int  # the place in (q, k) of what is rotated, or of the first of both
+    shape: tuple[int, int, int]  # of what it writes, [tokens, one of Q and K or both, row]
 
 
 class Plan(NamedTuple):
-    """All launches of the operation.
+    """All launches of the operation."""
 
-    Attributes:
-        part: bytes from Q to K and from K to V in a packed tensor; 0 if they are separate.
-        shape, strides: of the result, [tokens, heads, head_dim].
-        rotations: of Q and K at once, of each, of K alone, or none.
-        attention: what reads their results, on (q, k, v, out, cos, sin, cu_seqlens) or, if it has
-            tiles, which are of (q, k, v), on (out, cu_seqlens).
-    """
-
-    part: int
-    shape: tuple[int, int, int]
+    part: int  # bytes from Q to K and from K to V in a packed tensor; 0 if they are separate
+    shape: tuple[int, int, int]  # of the result, [tokens, heads, head_dim], as strides
     strides: tuple[int, int, int]
-    rotations: tuple[Rotation, ...]
+    rotations: tuple[Rotation, ...]  # of Q and K at once, of each, of K alone, or none
+    # What reads their results, on (q, k, v, out, cos, sin, cu_seqlens) or, if it has tiles, which
+    # are of (q, k, v), on (out, cu_seqlens).
     attention: Call
 
 
@@ -90,12 +77,8 @@ def make_plan(
 ) -> Plan:
     """What is launched for a form of (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
 
-    Args:
-        form: the tensors' as they are passed.
-        at_16: all of them but cu_seqlens begin at a multiple of 16 bytes.
-        is_behind: K's heads lie behind Q's, so that one launch can rotate both.
-        source, max_seqlen, scale: of the call.
-        fuse: "qk", "q" or "none".
+    at_16: all of them but cu_seqlens begin at a multiple of 16 bytes. is_behind: K's heads lie
+    behind Q's, so that one launch can rotate both. fuse: "qk", "q" or "none".
     """
     *qkv, cos, sin, cu_seqlens = (TensorForm(*x) for x in form)
     packed = len(qkv) == 1
@@ -171,11 +154,10 @@ def _rotation(
     programs = triton.cdiv(tokens, launch.block) * parts * triton.cdiv(heads, launch.block_k)
     split = head_split(head_dim)
     constants = (
-        heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit, parts,
+        heads, head_dim, 2 * cos.shape[1], *split, aligned, angle_unit, parts,
         launch.block, launch.block_k, can_warp_specialize(source),
     )  # fmt: skip
-    numbers = tokens, *strides
-    call = make_call(rotate_kernel, programs, launch, numbers, constants, x, aligned)
+    call = make_call(rotate_kernel, programs, launch, (tokens, *strides), constants, x, aligned)
     return Rotation(call, first, (tokens, parts, row))
 
 
@@ -195,7 +177,8 @@ def _attention(
     *qkv, cos, _, cu_seqlens = read
     x = qkv[-1]
     tokens, heads, head_dim = x.shape
-    rows = [stride for x in qkv for stride in _row_strides(x)]
+    # Heads of a rotated row have places of their own.
+    rows = [n for x in qkv for n in (x.strides[0], x.strides[1] if len(x.shape) == 3 else 0)]
     aligned, angle_unit, strides = in_units(rows, cos, at_16)
     segments = cu_seqlens.shape[0] - 1
     shape = x.dtype, head_dim, max_seqlen, tokens * heads
@@ -213,7 +196,7 @@ def _attention(
         call = make_call(kernel, programs, launch, numbers, constants, x, aligned)
         # It finds its segments while the rotation ends. Of the stream kernel several programs share
         # a multiprocessor: they would be dealt out unevenly.
-        return call._replace(tiles=_head_tiles(*qkv, split), overlap=True)
+        return call._replace(tiles=_head_tiles(qkv, split), overlap=True)
     if aligned and max_seqlen <= window_limit(x.dtype, head_dim):
         launch = find_launch("window", *shape, source)
         kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
@@ -225,41 +208,30 @@ def _attention(
         kernel, blocks = stream_kernel, (online, launch.block, launch.block_k)
     numbers = tokens, segments, scale * LOG2_E, *strides
     constants = (
-        heads, head_dim, 2 * cos.shape[1], split.main, split.tail, aligned, angle_unit,
+        heads, head_dim, 2 * cos.shape[1], *split, aligned, angle_unit,
         fuse != "none", fuse == "qk", *blocks,
     )  # fmt: skip
     return make_call(kernel, programs, launch, numbers, constants, x, aligned)
 
 
-def _head_tiles(q: TensorForm, k: TensorForm, v: TensorForm, split: HeadSplit) -> tuple[Tile, ...]:
+def _head_tiles(qkv: Sequence[TensorForm], split: tuple[int, int]) -> tuple[Tile, ...]:
     """Main and tail tile of each; where there is no tail the main tile stands in.
 
     q and k are [tokens, row], as rotate_kernel writes them, v is [tokens, heads, head_dim].
     """
-    keys = HOPPER_LAUNCH.block_k
+    (main, tail), keys = split, HOPPER_LAUNCH.block_k
     return tuple(
         make_tile(i, x.dtype, tuple(x.shape), x.strides, [rows, *[1] * (len(x.shape) - 2), columns])
-        for i, (x, rows) in enumerate([(q, HOPPER_ROWS), (k, keys), (v, keys)])
-        for columns in (split.main, split.tail or split.main)
+        for i, (x, rows) in enumerate(zip(qkv, (HOPPER_ROWS, keys, keys), strict=True))
+        for columns in (main, tail or main)
     )
 
 
-def _row_strides(x: TensorForm) -> tuple[int, int]:
-    """Token and head stride; 0 for the heads of a rotated row, which have places of their own."""
-    return x.strides[0], x.strides[1] if len(x.shape) == 3 else 0
-
-
 def in_units(rows: list[int], cos: TensorForm, at_16: bool) -> tuple[bool, int, tuple[int, ...]]:
-    """Strides in the kernels' units.
+    """Token and head strides of rows, in elements, and that of the angles in the kernels' units.
 
-    Args:
-        rows: token and head strides, in elements.
-        cos: the angles; sin lies alike.
-        at_16: all addresses are aligned.
-
-    Returns:
-        Whether rows are aligned to 16 bytes, so that their strides count 8 elements; how many
-        elements the angles' stride counts; and the strides in these units, the angles' last.
+    Returns whether rows, and by at_16 all addresses, are aligned to 16 bytes, so that their strides
+    count 8 elements; how many the angles' stride counts; and the strides, the angles' last.
     """
     angle_stride = cos.strides[0]
     if not at_16 or any(stride % 8 for stride in rows):
