@@ -21,7 +21,7 @@ from flax_models.common.checkpoint import read_checkpoint
 from flax_models.common.config import VisionConfig, check_head_dim, check_name
 from flax_models.common.layout import Layout, plan_layout
 from flax_models.common.memory import check_memory
-from flax_models.common.weights import tower_weights
+from flax_models.common.weights import tower_parameters
 from flax_models.compiled import Jitted, compiled
 from flax_models.device import arrived, find_device, free_memory, home_device
 from flax_models.inputs import on_device, pad_patches
@@ -42,7 +42,7 @@ class VisionTower(nnx.Module):
 
     Attributes:
         config: the tower's configuration.
-        dtype: of parameters, activations and embeddings.
+        dtype: of parameters, activations and embeddings; in fp16 an MLP's `product_bias` is fp32.
         implementation: of the attention, as in `pallas_kernels`.
         frame_attention: what attends over whole frames, one of `attention.FRAME_ATTENTION`.
         token_buckets: padded token counts that calls choose from; None: the ladder of
@@ -214,13 +214,13 @@ def load_vision_tower(
     )
     check_provider(frame_attention, config, tower.dtype, target)
     tensors = read_checkpoint(config, directory, progress)
-    weights = tower_weights(config, tensors, tower.dtype)
-
-    def placed(name: str) -> jax.Array:
-        return jax.device_put(weights[name].astype(tower.dtype, copy=False), target)
-
-    paths = [path for path, _ in nnx.to_flat_state(nnx.state(tower))]
-    parameters = arrived({path: placed(".".join(map(str, path))) for path in paths})
+    paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(nnx.state(tower))}
+    parameters = arrived(
+        {
+            paths[name]: jax.device_put(parameter, target)
+            for name, parameter in tower_parameters(config, tensors, tower.dtype)
+        }
+    )
     nnx.update(tower, nnx.from_flat_state(parameters))
     return tower
 

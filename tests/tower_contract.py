@@ -23,12 +23,14 @@ from tests.tower_checkpoints import (
     HuggingFaceTower,
     config_json,
     random_patches,
+    random_tensors,
     save_hugging_face_tower,
     write_checkpoint,
 )
 
 FP32_TOLERANCE = 1e-5  # relative RMS against Hugging Face in fp32; the contract asks for 1e-4
 BF16_FACTOR = 1.1  # of the error of Hugging Face's own bf16 tower
+FP16_FACTOR = 2  # of its fp16 tower's
 
 CONFIG = SMALL_TOWERS["head_dim_16"]
 
@@ -341,3 +343,26 @@ class HuggingFaceContract:
             our_error = relative_error(our_state, exact_state)
             their_error = relative_error(their_state, exact_state)
             assert our_error <= BF16_FACTOR * their_error
+
+    @pytest.mark.parametrize("case", ["product", "sum", "cancelling"])
+    def test_fp16_with_biases_that_what_is_made_of_them_may_pass_fp16(self, config, tmp_path, case):
+        """Numbers of the checkpoint and those that Hugging Face computes are all within it."""
+        tensors = random_tensors(config)
+        first, second = (f"blocks.{block}.attn.proj.bias" for block in range(2))
+        mlp, ending = "blocks.{}.mlp." + config.family.mlp_output, ".bias"
+        up = f"blocks.0.mlp.{config.family.mlp_inputs[-1]}.weight"
+        channel = {
+            "product": {first: 2e4},
+            "sum": {mlp.format(0) + ending: -4e4, second: 4e4, mlp.format(1) + ending: 4e4},
+            "cancelling": {mlp.format(0) + ending: -2e4, second: 2e4, mlp.format(1) + ending: 3},
+        }[case]
+        for name, value in channel.items():
+            tensors[name][3] = value
+        if case == "product":
+            tensors[up][:, 3] *= 40
+        save_hugging_face_tower(tmp_path, config, **tensors)
+        patches, grid = random_patches(config, GRIDS["clip"]), GRIDS["clip"]
+        exact = HuggingFaceTower(tmp_path)(patches, grid)
+        theirs = HuggingFaceTower(tmp_path, "float16")(patches, grid)
+        ours = side_by_side(self.load(tmp_path, "float16")(patches, grid), self.numpy)
+        assert relative_error(ours, exact) <= FP16_FACTOR * relative_error(theirs, exact)

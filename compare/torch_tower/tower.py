@@ -29,7 +29,7 @@ from flax_models.common.buckets import (
 from flax_models.common.config import check_head_dim, check_name
 from flax_models.common.grid import as_grid
 from flax_models.common.memory import check_memory
-from flax_models.common.weights import tower_weights
+from flax_models.common.weights import tower_parameters
 from triton_kernels.attention import runs_kernel
 from triton_kernels.checks import IMPLEMENTATIONS
 
@@ -119,7 +119,7 @@ class VisionTower(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters, activations and embeddings."""
+        """Of parameters, activations and embeddings; in fp16 `product_bias` of an MLP is fp32."""
         return self.patch_embed.proj.weight.dtype
 
     def forward(self, pixel_values: Any, grid_thw: Any) -> Embeddings:
@@ -278,8 +278,10 @@ def load_vision_tower(
         )
     check_provider(frame_attention, config, dtype, target)
     tensors = read_checkpoint(config, directory, progress)
-    weights = tower_weights(config, tensors, _name(dtype))
-    parameters = {name: as_tensor(weight).to(target, dtype) for name, weight in weights.items()}
+    parameters = {
+        name: as_tensor(parameter).to(target)
+        for name, parameter in tower_parameters(config, tensors, _name(dtype))
+    }
     tower.load_state_dict(parameters, assign=True)
     if compile:
         tower.compile_parts()

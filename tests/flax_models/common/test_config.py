@@ -83,7 +83,7 @@ def test_derived_sizes():
     assert config.window_patches == 8
     assert config.max_window_seqlen == 64
     assert config.aligned_intermediate_size == 3456
-    assert VisionConfig.qwen2_5_vl_72b().aligned_intermediate_size == 3520  # 3456 and one
+    assert VisionConfig.qwen2_5_vl_72b().aligned_intermediate_size == 3520  # 3456 and two
 
 
 @pytest.mark.parametrize(
