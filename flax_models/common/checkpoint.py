@@ -19,6 +19,7 @@ from flax_models.common.config import VisionConfig
 from flax_models.common.config_json import read_json_object
 from flax_models.common.errors import CheckpointError
 from flax_models.common.families import Family
+from flax_models.common.finite import is_finite
 
 __all__ = ["CheckpointError", "expected_tensors", "read_checkpoint"]
 
@@ -94,8 +95,9 @@ def read_checkpoint(
     Raises:
         CheckpointError: a missing directory or file; a damaged or truncated file; an index that
             names a file of another directory; a tensor that is missing, has another shape than the
-            configuration asks for, or another dtype; a vision tensor that the configuration knows
-            nothing of, or that two names or an index and its files disagree about.
+            configuration asks for, another dtype, or infinities or NaN; a vision tensor that the
+            configuration knows nothing of, or that two names or an index and its files disagree
+            about.
     """
     directory = Path(directory)
     with ExitStack() as stack:
@@ -173,7 +175,10 @@ class _File:
         return int(np.prod(shape)) * np.dtype(_DTYPES[stored.get_dtype()]).itemsize
 
     def read(self, name: str) -> np.ndarray:
-        return self.content.get_tensor(name)
+        tensor = self.content.get_tensor(name)
+        if not is_finite(tensor):
+            raise CheckpointError(f"tensor {name!r} in {self.path} holds infinities or NaN")
+        return tensor
 
 
 def _locate(directory: Path, stack: ExitStack) -> dict[str, _File]:

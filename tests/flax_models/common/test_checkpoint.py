@@ -233,6 +233,16 @@ def test_wrong_dtype(tmp_path, tiny_config):
         read_checkpoint(tiny_config, save_single(tmp_path, tensors))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_numbers_that_are_not_finite(tmp_path, tiny_config, dtype, value):
+    tensors = random_tensors(tiny_config, dtype)
+    tensors["blocks.1.mlp.up_proj.weight"][2, 3] = value
+    message = r"'blocks.1.mlp.up_proj.weight' in .*model.safetensors holds infinities or NaN"
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(tiny_config, save_single(tmp_path, tensors))
+
+
 def test_tensors_that_the_configuration_does_not_know(tmp_path, tiny_config):
     deeper = VisionConfig(**{**vars(tiny_config), "depth": 3})
     save_single(tmp_path, random_tensors(deeper))
