@@ -244,7 +244,8 @@ def load_vision_tower(
     Args:
         directory: of a vision tower, or of a whole vision-language model, of which only the tower
             is read.
-        dtype: bfloat16, float16 or float32; the checkpoint's own dtype does not matter.
+        dtype: bfloat16, float16 or float32; the checkpoint's own dtype does not matter. What
+            loading computes is held as that needs; `to` another dtype later rounds it too.
         device: where the tower lives. None: the GPU if there is one, else the CPU.
         implementation: of the attention, as in `triton_kernels`.
         frame_attention: what attends over whole frames: "fused", our kernel; "fa2", PyTorch's own
