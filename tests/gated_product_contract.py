@@ -42,7 +42,7 @@ def draw(tokens, hidden, width, dtype="float32", seed=0):
 
 
 def draw_beyond_fp16(*shape):
-    """The same in fp16, but for an fp32 product bias, as towers have it: of a large residual bias."""
+    """The same in fp16, but for the fp32 product bias that towers have, of a large residual's."""
     residual, weight, biases = draw(*shape, "float16")
     biases[0][3], weight[:, 3] = 3e4, 16 * weight[:, 3]
     biases[1] = weight.astype(np.float32) @ biases[0].astype(np.float32)
