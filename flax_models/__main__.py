@@ -94,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         default="bfloat16",
         choices=("bfloat16", "float16", "float32"),
-        help="what the tower computes in (default: %(default)s)",
+        help="what the tower computes in; images that pass the range of float16 are refused "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--device", metavar="NAME", help="a platform such as cuda or cpu (default: JAX's choice)"
@@ -188,6 +189,8 @@ def _encode_images(
         task = progress.add_task("", total=len(options.images))
         for pixel_values, grid_thw in _batches(image_config, options):
             result = tower(pixel_values, grid_thw)
+            if bad := tower.non_finite_images(result, grid_thw):
+                raise _not_finite(options.images[len(embeddings) + bad[0]], tower)
             rows, features = result if isinstance(result, tuple) else (result, ())
             ends = np.cumsum(grid_thw.prod(axis=1)) // tower.config.merge_unit
             embeddings += np.split(np.asarray(rows, np.float32), ends[:-1])
@@ -201,6 +204,11 @@ def _encode_images(
         **{f"deepstack_{number}": features for number, features in enumerate(deepstack)},
         "grid_thw": np.concatenate(grids),
     }
+
+
+def _not_finite(path: Path, tower: "flax_models.VisionTower") -> ImageError:
+    advice = "; --dtype bfloat16 has the range of fp32" if tower.dtype == np.float16 else ""
+    return ImageError(f"{path}: its embeddings hold infinities or NaN in {tower.dtype}{advice}")
 
 
 def _batches(

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from flax_models.attention import Segments, attend
 from flax_models.common.config import VisionConfig
-from flax_models.common.weights import Biases
+from flax_models.common.weights import Biases, unnormed_dtype
 from flax_models.gated_product import gated_product
 from flax_models.products import product
 
@@ -194,6 +194,19 @@ def _add_in_place(residual: jax.Array, product: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(residual) + product
 
 
+def _add_product(residual: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """residual + x weight^T, rounded once: the product holds biases that may cancel in the sum."""
+
+    def add(residual: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
+        wide = residual.astype(jnp.float32) + product(x, weight, jnp.float32)
+        return wide.astype(residual.dtype)
+
+    def add_in_place(residual: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
+        return _add_in_place(residual, product(x, weight, residual.dtype))  # cuBLAS adds in fp32
+
+    return jax.lax.platform_dependent(residual, x, weight, cuda=add_in_place, default=add)
+
+
 class LateNormMLP(nnx.Module):
     """norm2, MLP and residual sum of a layer, the norm as `flax_models.gated` applies it.
 
@@ -205,7 +218,7 @@ class LateNormMLP(nnx.Module):
         self.eps = config.norm_eps
         self.gate_up = Linear(hidden, 2 * width, dtype, use_bias=False)
         self.stream_bias = nnx.Param(jnp.zeros((hidden,), dtype))
-        self.product_bias = nnx.Param(jnp.zeros((2 * width,), dtype))
+        self.product_bias = nnx.Param(jnp.zeros((2 * width,), unnormed_dtype(dtype)))
         self.bias = nnx.Param(jnp.zeros((2 * width,), dtype))
         self.down = Linear(width, hidden, dtype, use_bias=False)
 
@@ -213,7 +226,7 @@ class LateNormMLP(nnx.Module):
         weight = self.gate_up.weight[...]
         biases = Biases(self.stream_bias[...], self.product_bias[...], self.bias[...])
         activated = gated_product(residual, weight, biases, self.eps, implementation)
-        return _add_in_place(residual, self.down(activated))
+        return _add_product(residual, activated, self.down.weight[...])
 
 
 class LateNormBlock(nnx.Module):

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from flax_models.common.weights import unnormed_dtype
+
 
 def product(x: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
     """x weight^T, rounded to `dtype` once; [rows, in] and [out, in]."""
@@ -15,4 +17,4 @@ def product(x: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 def unnormed_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x weight^T; of fp16 in fp32, because rows that no norm has divided are too large for fp16."""
-    return product(x, weight, jnp.float32 if x.dtype == jnp.float16 else x.dtype)
+    return product(x, weight, unnormed_dtype(x.dtype))

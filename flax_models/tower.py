@@ -19,9 +19,10 @@ from flax_models.blocks import Block, LateNormBlock, PatchEmbed, PatchMerger, Po
 from flax_models.common.buckets import bucket_of_equal_frames, check_token_buckets, choose_bucket
 from flax_models.common.checkpoint import read_checkpoint
 from flax_models.common.config import VisionConfig, check_head_dim, check_name
+from flax_models.common.finite import is_finite, non_finite_images
 from flax_models.common.layout import Layout, plan_layout
 from flax_models.common.memory import check_memory
-from flax_models.common.weights import tower_weights
+from flax_models.common.weights import tower_parameters
 from flax_models.compiled import Jitted, compiled
 from flax_models.device import arrived, find_device, free_memory, home_device
 from flax_models.inputs import on_device, pad_patches
@@ -38,11 +39,12 @@ class VisionTower(nnx.Module):
     """A vision tower; `load_vision_tower` makes one that holds a checkpoint's weights.
 
     Parameters are as `tower_weights` rearranges a checkpoint's, padding included. To train all of
-    them is to leave the published architecture, and of Qwen2.5-VL's MLPs a channel has to stay 1.
+    them is to leave the published architecture, and of Qwen2.5-VL's MLPs two channels have to stay
+    1.
 
     Attributes:
         config: the tower's configuration.
-        dtype: of parameters, activations and embeddings.
+        dtype: of parameters, activations and embeddings; in fp16 an MLP's `product_bias` is fp32.
         implementation: of the attention, as in `pallas_kernels`.
         frame_attention: what attends over whole frames, one of `attention.FRAME_ATTENTION`.
         token_buckets: padded token counts that calls choose from; None: the ladder of
@@ -104,7 +106,8 @@ class VisionTower(nnx.Module):
         Returns:
             Embeddings [tokens / merge_unit, out_hidden_size] in `dtype`, in Hugging Face's order:
             image after image, in each frame after frame, in each row after row of merge units.
-            They are committed to the tower's device where it lives on one.
+            They are committed to the tower's device where it lives on one. Whether they are finite
+            `non_finite_images` tells.
             A tower with DeepStack, Qwen3-VL's, returns (embeddings, features): in a tuple the
             features of each block of `deepstack_visual_indexes`, of the embeddings' shape and
             order.
@@ -118,6 +121,25 @@ class VisionTower(nnx.Module):
         patches, layout = self.prepare(pixel_values, grid_thw)
         outputs = compiled(_encode, self)(*self._on_device(patches, layout))
         return jax.tree.map(lambda output: first_rows(output, layout.num_merged), outputs)
+
+    def non_finite_images(self, result: Embeddings, grid_thw: ArrayLike) -> list[int]:
+        """Ask which images of a call came out with infinities or NaN; no call looks by itself.
+
+        In fp16 they do where activations pass its range, as the published towers' do for some
+        images. This waits for the result and reads it once, on the host.
+
+        Args:
+            result: what the call returned.
+            grid_thw: what it was given.
+
+        Returns:
+            The images' numbers, from 0; none if all of the result is finite.
+
+        Raises:
+            ValueError: a bad grid, or one of another number of embeddings.
+        """
+        rows = (is_finite(np.asarray(rows), axis=1) for rows in jax.tree.leaves(result))
+        return non_finite_images(self.config, grid_thw, np.logical_and.reduce(list(rows)))
 
     def prepare(
         self, pixel_values: ArrayLike, grid_thw: ArrayLike
@@ -214,13 +236,13 @@ def load_vision_tower(
     )
     check_provider(frame_attention, config, tower.dtype, target)
     tensors = read_checkpoint(config, directory, progress)
-    weights = tower_weights(config, tensors, tower.dtype)
-
-    def placed(name: str) -> jax.Array:
-        return jax.device_put(weights[name].astype(tower.dtype, copy=False), target)
-
-    paths = [path for path, _ in nnx.to_flat_state(nnx.state(tower))]
-    parameters = arrived({path: placed(".".join(map(str, path))) for path in paths})
+    paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(nnx.state(tower))}
+    parameters = arrived(
+        {
+            paths[name]: jax.device_put(parameter, target)
+            for name, parameter in tower_parameters(config, tensors, tower.dtype)
+        }
+    )
     nnx.update(tower, nnx.from_flat_state(parameters))
     return tower
 

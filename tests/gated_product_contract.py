@@ -41,6 +41,15 @@ def draw(tokens, hidden, width, dtype="float32", seed=0):
     return residual, weight.astype(DTYPES[dtype]), biases
 
 
+def draw_beyond_fp16(*shape):
+    """The same in fp16, but for the fp32 product bias that towers have, of a large residual's."""
+    residual, weight, biases = draw(*shape, "float16")
+    biases[0][3], weight[:, 3] = 3e4, 16 * weight[:, 3]
+    biases[1] = weight.astype(np.float32) @ biases[0].astype(np.float32)
+    assert np.abs(biases[1]).max() > np.finfo(np.float16).max
+    return residual, weight, biases
+
+
 def oracle(residual, weight, biases):
     """In fp64, of the very numbers."""
     product = np.asarray(residual).astype(np.float64) @ np.asarray(weight).astype(np.float64).T
@@ -160,3 +169,12 @@ class GatedProductContract:
         self.check(self.multiply_in_one(*arrays, EPS), exact, arrays, "float16")
         for name in self.implementations:
             self.check(self.multiply(*arrays, EPS, name), exact, arrays, "float16")
+
+    def test_what_the_stream_lacks_may_pass_fp16_in_the_product(self):
+        arrays = draw_beyond_fp16(136, 64, 192)
+        for name in self.implementations:
+            self.check(self.multiply(*arrays, EPS, name), oracle(*arrays), arrays, "float16")
+
+    def test_what_the_stream_lacks_may_pass_fp16_in_one_kernel(self, in_one):
+        arrays = draw_beyond_fp16(144, 128, 192)
+        self.check(self.multiply_in_one(*arrays, EPS), oracle(*arrays), arrays, "float16")

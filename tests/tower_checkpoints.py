@@ -129,8 +129,11 @@ def config_json(config):
     return values | {"model_type": config.model_type, "patch_size": config.patch_size}
 
 
-def save_hugging_face_tower(directory, config):
-    """Have Hugging Face's `save_pretrained` write the same checkpoint; needs transformers."""
+def save_hugging_face_tower(directory, config, **changed):
+    """Have Hugging Face's `save_pretrained` write the same checkpoint; needs transformers.
+
+    changed: tensors to store in place of the random ones.
+    """
     import torch
 
     from compare.implementations.huggingface import vision_classes
@@ -138,7 +141,8 @@ def save_hugging_face_tower(directory, config):
     classes = vision_classes(config.model_type)
     values = {name: value for name, value in config_json(config).items() if name != "model_type"}
     model = classes.model(classes.config(**values))
-    tensors = {name: torch.from_numpy(value) for name, value in random_tensors(config).items()}
+    tensors = random_tensors(config) | changed
+    tensors = {name: torch.from_numpy(value) for name, value in tensors.items()}
     model.load_state_dict(tensors)
     model.save_pretrained(directory)
     return directory

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from flax_models import CheckpointError, plan_layout
 from tests.tower_checkpoints import (
@@ -23,12 +24,14 @@ from tests.tower_checkpoints import (
     HuggingFaceTower,
     config_json,
     random_patches,
+    random_tensors,
     save_hugging_face_tower,
     write_checkpoint,
 )
 
 FP32_TOLERANCE = 1e-5  # relative RMS against Hugging Face in fp32; the contract asks for 1e-4
 BF16_FACTOR = 1.1  # of the error of Hugging Face's own bf16 tower
+FP16_FACTOR = 2  # of its fp16 tower's
 
 CONFIG = SMALL_TOWERS["head_dim_16"]
 
@@ -174,6 +177,40 @@ class TowerContract:
         for kind in (patches, self.array(patches), patches.astype(np.float64)):
             for grid_kind in (np.array(grid), self.array(np.array(grid, np.int32))):
                 np.testing.assert_array_equal(self.run(tower, kind, grid_kind), expected)
+
+    def test_tells_which_images_are_not_finite(self, config, tower):
+        grid = np.array(GRIDS["mix"])
+        ends = np.cumsum(grid.prod(axis=1))
+        patches = random_patches(config, grid)
+        assert tower.non_finite_images(tower(patches, grid), grid) == []
+        for value, wrong in ((np.nan, [0]), (np.inf, [2]), (-np.inf, [1, 3])):
+            changed = patches.copy()
+            changed[ends[wrong] - 1, 0] = value
+            result = tower(changed, grid)
+            for kind in (grid, self.array(grid)):
+                assert tower.non_finite_images(result, kind) == wrong
+        with pytest.raises(ValueError, match="asks for 1 embeddings, got"):
+            tower.non_finite_images(result, [(1, 2, 2)])
+
+    def test_tells_of_features_that_are_not_finite(self, config, tower):
+        grid = GRIDS["mix"]
+        result = tower(random_patches(config, grid), grid)
+        embeddings, features = result if isinstance(result, tuple) else (result, ())
+        for index in range(len(features)):
+            changed = [rows if i != index else rows * np.nan for i, rows in enumerate(features)]
+            assert tower.non_finite_images((embeddings, tuple(changed)), grid) == [0, 1, 2, 3]
+
+    def test_tells_of_fp16_that_is_too_narrow(self, config, tmp_path):
+        """As the residual stream of published towers is for some images."""
+        directory = write_checkpoint(tmp_path, config)
+        tensors = load_file(directory / "model.safetensors")
+        for block in range(config.depth):
+            tensors[f"blocks.{block}.mlp.{config.family.mlp_output}.bias"][5] = 4e4
+        save_file(tensors, directory / "model.safetensors")
+        patches, grid = random_patches(config, GRIDS["mix"]), GRIDS["mix"]
+        for dtype, expected in (("float16", [0, 1, 2, 3]), ("bfloat16", [])):
+            tower = self.load(directory, dtype)
+            assert tower.non_finite_images(tower(patches, grid), grid) == expected
 
     def test_pixel_values_that_do_not_match_the_grid(self, config, tower):
         dim = config.patch_dim
@@ -341,3 +378,26 @@ class HuggingFaceContract:
             our_error = relative_error(our_state, exact_state)
             their_error = relative_error(their_state, exact_state)
             assert our_error <= BF16_FACTOR * their_error
+
+    @pytest.mark.parametrize("case", ["product", "sum", "cancelling"])
+    def test_fp16_with_biases_that_what_is_made_of_them_may_pass_fp16(self, config, tmp_path, case):
+        """Numbers of the checkpoint and those that Hugging Face computes are all within it."""
+        tensors = random_tensors(config)
+        first, second = (f"blocks.{block}.attn.proj.bias" for block in range(2))
+        mlp, ending = "blocks.{}.mlp." + config.family.mlp_output, ".bias"
+        up = f"blocks.0.mlp.{config.family.mlp_inputs[-1]}.weight"
+        channel = {
+            "product": {first: 2e4},
+            "sum": {mlp.format(0) + ending: -4e4, second: 4e4, mlp.format(1) + ending: 4e4},
+            "cancelling": {mlp.format(0) + ending: -2e4, second: 2e4, mlp.format(1) + ending: 3},
+        }[case]
+        for name, value in channel.items():
+            tensors[name][3] = value
+        if case == "product":
+            tensors[up][:, 3] *= 40
+        save_hugging_face_tower(tmp_path, config, **tensors)
+        patches, grid = random_patches(config, GRIDS["clip"]), GRIDS["clip"]
+        exact = HuggingFaceTower(tmp_path)(patches, grid)
+        theirs = HuggingFaceTower(tmp_path, "float16")(patches, grid)
+        ours = side_by_side(self.load(tmp_path, "float16")(patches, grid), self.numpy)
+        assert relative_error(ours, exact) <= FP16_FACTOR * relative_error(theirs, exact)

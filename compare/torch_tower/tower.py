@@ -27,9 +27,10 @@ from flax_models.common.buckets import (
     exact_bucket,
 )
 from flax_models.common.config import check_head_dim, check_name
+from flax_models.common.finite import non_finite_images
 from flax_models.common.grid import as_grid
 from flax_models.common.memory import check_memory
-from flax_models.common.weights import tower_weights
+from flax_models.common.weights import tower_parameters
 from triton_kernels.attention import runs_kernel
 from triton_kernels.checks import IMPLEMENTATIONS
 
@@ -119,7 +120,7 @@ class VisionTower(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters, activations and embeddings."""
+        """Of parameters, activations and embeddings; in fp16 `product_bias` of an MLP is fp32."""
         return self.patch_embed.proj.weight.dtype
 
     def forward(self, pixel_values: Any, grid_thw: Any) -> Embeddings:
@@ -158,6 +159,16 @@ class VisionTower(nn.Module):
             return self.graphs(functools.partial(encode, self), patches, layout, weight)
         return first_rows(encode(self, *self._place(patches, layout)), layout.num_merged)
 
+    def non_finite_images(self, result: Embeddings, grid_thw: Any) -> list[int]:
+        """Ask which images of a call came out with infinities or NaN; no call looks by itself.
+
+        Args, result and errors are those of the twin. This waits for the result and reads it once,
+        on its device.
+        """
+        embeddings, features = result if isinstance(result, tuple) else (result, ())
+        finite = torch.stack([rows.isfinite().all(dim=1) for rows in (embeddings, *features)])
+        return non_finite_images(self.config, _on_host(grid_thw), finite.all(dim=0).cpu().numpy())
+
     def prepare(self, pixel_values: Any, grid_thw: Any) -> tuple[torch.Tensor, Layout]:
         """Pad a call's input to its bucket and bring it to `device`, as the input of `encode`.
 
@@ -174,9 +185,7 @@ class VisionTower(nn.Module):
 
     def _choose_bucket(self, grid_thw: Any) -> tuple[np.ndarray, Bucket]:
         """The grid, checked and on the host, and the bucket that it fits in."""
-        if isinstance(grid_thw, torch.Tensor):
-            grid_thw = grid_thw.detach().cpu()
-        grid = as_grid(self.config, grid_thw)
+        grid = as_grid(self.config, _on_host(grid_thw))
         return grid, choose_bucket(self.config, grid, self.token_buckets)
 
     def _plan(self, grid: np.ndarray, bucket: Bucket) -> Layout:
@@ -235,7 +244,8 @@ def load_vision_tower(
     Args:
         directory: of a vision tower, or of a whole vision-language model, of which only the tower
             is read.
-        dtype: bfloat16, float16 or float32; the checkpoint's own dtype does not matter.
+        dtype: bfloat16, float16 or float32; the checkpoint's own dtype does not matter. What
+            loading computes is held as that needs; `to` another dtype later rounds it too.
         device: where the tower lives. None: the GPU if there is one, else the CPU.
         implementation: of the attention, as in `triton_kernels`.
         frame_attention: what attends over whole frames: "fused", our kernel; "fa2", PyTorch's own
@@ -278,14 +288,20 @@ def load_vision_tower(
         )
     check_provider(frame_attention, config, dtype, target)
     tensors = read_checkpoint(config, directory, progress)
-    weights = tower_weights(config, tensors, _name(dtype))
-    parameters = {name: as_tensor(weight).to(target, dtype) for name, weight in weights.items()}
+    parameters = {
+        name: as_tensor(parameter).to(target)
+        for name, parameter in tower_parameters(config, tensors, _name(dtype))
+    }
     tower.load_state_dict(parameters, assign=True)
     if compile:
         tower.compile_parts()
     if cuda_graphs:
         tower.graphs = GraphCache()
     return tower.requires_grad_(False).eval()
+
+
+def _on_host(grid_thw: Any) -> Any:
+    return grid_thw.detach().cpu() if isinstance(grid_thw, torch.Tensor) else grid_thw
 
 
 def _name(dtype: torch.dtype) -> str:

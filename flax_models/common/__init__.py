@@ -4,5 +4,6 @@
 - Its weights: `checkpoint` reads them, `weights` gives them the form that both towers compute with.
 - Its input: `images` become patches by an `image_config`; `grid`, `buckets` and `layout` say how
   the tokens of a call lie, how many are padded and who attends to whom.
-- `memory` refuses what cannot fit; `errors` are those that bad files raise.
+- `finite` tells of infinities and NaN; `memory` refuses what cannot fit; `errors` are those that
+  bad files raise.
 """

@@ -5,7 +5,7 @@ are read, and every one of them is checked before the first is.
 """
 
 import os
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from flax_models.common.config import VisionConfig
 from flax_models.common.config_json import read_json_object
 from flax_models.common.errors import CheckpointError
 from flax_models.common.families import Family
+from flax_models.common.finite import is_finite
 
 __all__ = ["CheckpointError", "expected_tensors", "read_checkpoint"]
 
@@ -29,6 +30,9 @@ _INDEX_FILE = "model.safetensors.index.json"
 # whose names are those of the modules of newer libraries.
 _PREFIXES = ("", "visual.", "model.visual.")
 _TOP_LEVEL = ("patch_embed.", "blocks.", "merger.", "pos_embed.", "deepstack_merger_list.")
+
+# Names of a whole model that can only be a vision tower's.
+_OF_VISION = tuple(prefix + part for prefix in _PREFIXES[1:] for part in _TOP_LEVEL)
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' names, NumPy's
 
@@ -91,8 +95,9 @@ def read_checkpoint(
     Raises:
         CheckpointError: a missing directory or file; a damaged or truncated file; an index that
             names a file of another directory; a tensor that is missing, has another shape than the
-            configuration asks for, or another dtype; a vision tensor that the configuration knows
-            nothing of.
+            configuration asks for, another dtype, or infinities or NaN; a vision tensor that the
+            configuration knows nothing of, or that two names or an index and its files disagree
+            about.
     """
     directory = Path(directory)
     with ExitStack() as stack:
@@ -100,6 +105,8 @@ def read_checkpoint(
         shapes = expected_tensors(config)
         prefix = _find_prefix(directory, stored_in, shapes)
         _check_names(directory, stored_in, prefix, shapes)
+        for file in dict.fromkeys(stored_in[prefix + name] for name in shapes):
+            file.check_index(stored_in)
         nbytes = {
             name: stored_in[prefix + name].check(prefix + name, shape)
             for name, shape in shapes.items()
@@ -135,6 +142,18 @@ class _File:
                 ) from None
         return self._content
 
+    def check_index(self, stored_in: Mapping[str, "_File"]) -> None:
+        """Refuse a vision tensor here that the index does not look for here.
+
+        transformers reads all that the files hold, and of two tensors of one name the last.
+        """
+        names = self.content.keys()
+        for name in names:
+            if name.startswith(_OF_VISION) and stored_in.get(name) is not self:
+                raise CheckpointError(
+                    f"{self.path} holds the tensor {name!r}, which the index has elsewhere or not"
+                )
+
     def check(self, name: str, shape: tuple[int, ...]) -> int:
         """Hold a tensor to its expected shape and to the known dtypes; return its bytes."""
         try:
@@ -156,7 +175,10 @@ class _File:
         return int(np.prod(shape)) * np.dtype(_DTYPES[stored.get_dtype()]).itemsize
 
     def read(self, name: str) -> np.ndarray:
-        return self.content.get_tensor(name)
+        tensor = self.content.get_tensor(name)
+        if not is_finite(tensor):
+            raise CheckpointError(f"tensor {name!r} in {self.path} holds infinities or NaN")
+        return tensor
 
 
 def _locate(directory: Path, stack: ExitStack) -> dict[str, _File]:
@@ -181,17 +203,28 @@ def _locate(directory: Path, stack: ExitStack) -> dict[str, _File]:
 
 
 def _find_prefix(directory: Path, stored: Iterable[str], expected: Container[str]) -> str:
-    """The prefix under which most of the tower's tensors are stored."""
-    matches = {
-        prefix: sum(name.startswith(prefix) and name[len(prefix) :] in expected for name in stored)
-        for prefix in _PREFIXES
-    }
-    prefix = max(matches, key=matches.__getitem__)
-    if not matches[prefix]:
+    """The prefix under which the tower's tensors are stored.
+
+    Of a tensor stored under two, transformers' class of a whole Qwen2.5-VL and that of one without
+    a head read different ones, and its class of a tower alone a third: nobody can tell which is
+    meant.
+    """
+    examples: dict[str, str] = {}
+    for name in stored:
+        for prefix in _PREFIXES:
+            if name.startswith(prefix) and name[len(prefix) :] in expected:
+                examples.setdefault(prefix, name)
+    if not examples:
         raise CheckpointError(
             f"{directory} holds no vision tower: no tensor such as 'visual.patch_embed.proj.weight'"
         )
-    return prefix
+    if len(examples) > 1:
+        names = " and ".join(repr(examples[prefix]) for prefix in _PREFIXES if prefix in examples)
+        raise CheckpointError(
+            f"{directory} holds tensors of its vision tower by more than one prefix, {names}: "
+            f"keep those of one"
+        )
+    return next(iter(examples))
 
 
 def _check_names(
@@ -203,7 +236,7 @@ def _check_names(
     if missing:
         raise CheckpointError(f"{directory} lacks {_some(missing)}")
     wanted = {prefix + name for name in expected}
-    vision = tuple(prefix + part for part in _TOP_LEVEL)
+    vision = *_OF_VISION, *(prefix + part for part in _TOP_LEVEL)
     unknown = sorted(name for name in stored - wanted if name.startswith(vision))
     if unknown:
         raise CheckpointError(

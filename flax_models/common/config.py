@@ -184,10 +184,10 @@ class VisionConfig:
         """The MLP's width as stored: `intermediate_size` up to a multiple of 64 (3420 to 3456).
 
         Filled with zeros the extra channels contribute exactly nothing, while rows that are no
-        multiple of 16 bytes shut the fast matrix kernels out. Where the norm comes late, one of
-        them carries biases (`tower_weights`).
+        multiple of 16 bytes shut the fast matrix kernels out. Where the norm comes late, two of
+        them carry biases (`tower_weights`).
         """
-        channels = self.intermediate_size + self.family.late_norm
+        channels = self.intermediate_size + 2 * self.family.late_norm
         return -(-channels // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
 
     def sees_frames(self, block: int) -> bool:

@@ -60,7 +60,8 @@ def read_vision_values(path: Path) -> dict[str, Any]:
     vision = whole.get("vision_config", whole)
     if not isinstance(vision, dict):
         raise CheckpointError(f"'vision_config' in {path} is not a JSON object")
-    model_type = _find_model_type(vision.get("model_type", whole.get("model_type")))
+    stated = whole.get("model_type")  # by which transformers decides, whatever is nested says
+    model_type = _find_model_type(vision.get("model_type") if stated is None else stated)
     family = FAMILIES[model_type]
     vision = {**family.config_defaults, **_without_aliases(vision)}
     missing = [name for name in family.config_keys.values() if name not in vision]

@@ -1,6 +1,7 @@
 """How images become patches: the numbers, by family or from a checkpoint."""
 
 import os
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -32,6 +33,9 @@ _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 # Smaller images are enlarged to it, for which no stranger's file may ask for all memory.
 _MOST_MIN_PIXELS = 1 << 26
+
+# What `preprocess` equals, by the names that transformers has had for it.
+_PROCESSOR = re.compile(r"Qwen[\d_]+VLImageProcessor(Fast|Pil)?")
 
 Channels = tuple[float, float, float]
 
@@ -108,14 +112,19 @@ class ImageConfig:
                 set what its config.json does not.
 
         Raises:
-            CheckpointError: a file that cannot be read, that asks for other steps than those of
-                `preprocess`, or for other patches than the tower's.
+            CheckpointError: a file that cannot be read, that asks for another image processor or
+                other steps than those of `preprocess`, or for other patches than the tower's.
             ValueError: a config.json or values that nothing can be built from.
         """
         config = VisionConfig.from_pretrained(directory)
         path, settings = _read_settings(Path(directory))
         if settings is None:
             return cls.of(config)
+        processor = settings.get("image_processor_type")
+        if processor is not None and not _PROCESSOR.fullmatch(str(processor)):
+            raise CheckpointError(
+                f"{path}: image_processor_type is {processor!r}; only Qwen2VLImageProcessor is done"
+            )
         for name, ours in _STEPS.items():
             if settings.get(name, ours) not in (ours, None):
                 raise CheckpointError(f"{path}: {name} is {settings[name]!r}; only {ours} is done")

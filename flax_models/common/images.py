@@ -58,7 +58,8 @@ def preprocess(
             bits a channel, a path to one, or a uint8 array [height, width, 3]; a clip is a list of
             images of one size, its frames, or a uint8 array [frames, height, width, 3]. (The
             outermost list is never a clip: write [frames] for a single clip, also for those of an
-            animation, of whose file only the first is taken.) A clip's last frame is repeated
+            animation. Of its file only the first is taken, of a PIL image the one that it is at;
+            `PIL.ImageSequence.all_frames` copies them all.) A clip's last frame is repeated
             until `temporal_patch_size` divides their number; an image is a clip of one frame.
             Images from paths are turned upright by their EXIF orientation, as Hugging Face loads
             them.
@@ -75,12 +76,13 @@ def preprocess(
             JPEG 2000, MPO, PNG, PPM, TIFF and WebP; more than 89 million pixels; grey levels of
             more than 8 bits, of which Hugging Face makes white all from 255 up (of colours Pillow
             itself takes the upper 8); an array of another shape or dtype; frames of different
-            sizes; sides whose ratio passes 200.
+            sizes; sides whose ratio passes 200; an animation in the place of several of its frames.
     """
     config = config or ImageConfig()
     items = _as_items(images)
     if not items:
         raise ImageError("no images were given")
+    _check_animations(items)
     patch, temporal_patch = config.patch_size, config.temporal_patch_size
     patches = []
     grids = []
@@ -162,6 +164,33 @@ def _as_items(images: Any) -> list[Any]:
     if isinstance(images, list | tuple):
         return list(images)
     raise ImageError(f"expected an image, a clip or a list of them, got {_kind(images)}")
+
+
+def _check_animations(items: list[Any]) -> None:
+    """Refuse one object for several frames of an animation, as Pillow's iterator returns it.
+
+    All would be of the frame that it is at. A still image may be repeated, and so may an animation
+    at its first frame as several images, for which files such as photographs with a preview pass.
+    """
+    seen_in: dict[int, int] = {}
+    for number, item in enumerate(items):
+        for frame in item if isinstance(item, list | tuple) else [item]:
+            if not isinstance(frame, Image.Image):
+                continue
+            before = seen_in.get(id(frame))
+            if before is not None and (frame.tell() or (before == number and _is_animated(frame))):
+                raise ImageError(
+                    f"image {number} repeats an animation, of which each is frame {frame.tell()}: "
+                    f"pass copies of its frames, as PIL.ImageSequence.all_frames makes them"
+                )
+            seen_in[id(frame)] = number
+
+
+def _is_animated(image: Image.Image) -> bool:
+    try:
+        return getattr(image, "is_animated", False)
+    except Exception:  # as decoders do, on damaged and closed files
+        return True
 
 
 def _resize(frames: Iterable[Image.Image], name: str, config: ImageConfig) -> list[Image.Image]:

@@ -11,10 +11,13 @@ Every matrix stays [out, in]: loading is copying. What changes:
 - where a family's norm before the MLP comes late (gated.py), its weights and the biases around it
   have other places: see `_late_norm_mlp`;
 - mergers and the table of positions have one name each in all families.
+
+What has to be computed is computed in fp32. A checkpoint whose numbers the towers' dtype has no
+room for, of fp16 alone, is refused: infinities would become NaN without a word.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
@@ -22,7 +25,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flax_models.common.config import VisionConfig
+from flax_models.common.errors import CheckpointError
 from flax_models.common.families import Family
+from flax_models.common.finite import is_finite
 
 # Of a channel whose gate has this for a bias, and what it multiplies its inverse: silu(32) / 32 is
 # 1 in every dtype.
@@ -30,6 +35,31 @@ _GATE_OF_ONE = 32.0
 
 # What a block with a late norm has in its MLP.
 _OF_LATE_NORM = re.compile(r"blocks\.\d+\.(norm2\.weight|attn\.proj\.bias)")
+
+# Of what a matrix may lose to rounding when a norm is folded into it, beside what it and its bias
+# make of normed rows: eight times what fp16 takes from numbers in its range.
+_TOLERATED_LOSS = 2.0**-9
+
+
+def tower_parameters(
+    config: VisionConfig, tensors: Mapping[str, np.ndarray], dtype: DTypeLike
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield `tower_weights` in the dtypes in which the towers hold them.
+
+    That is `dtype`, but for what `unnormed_dtype` is for: an MLP's `product_bias`.
+
+    Raises:
+        CheckpointError: as of `tower_weights`, of any parameter.
+    """
+    for name, weight in tower_weights(config, tensors, dtype).items():
+        held = unnormed_dtype(dtype) if name.endswith(".product_bias") else dtype
+        yield name, _rounded(f"the parameter {name!r}", weight, held)
+
+
+def unnormed_dtype(dtype: DTypeLike) -> np.dtype:
+    """Of what no norm has divided: fp32 in an fp16 tower, for which it may be too large."""
+    dtype = np.dtype(dtype)
+    return np.dtype(np.float32) if dtype == np.float16 else dtype
 
 
 class Biases(NamedTuple):
@@ -59,11 +89,13 @@ def tower_weights(
 
     Returns:
         The parameters by the dotted path at which both towers hold them, such as
-        "blocks.0.mlp.down.weight", in the dtype of the checkpoint, what was computed in `dtype`.
-        Unchanged tensors are not copied.
+        "blocks.0.mlp.down.weight", in the dtype of the checkpoint, what was computed in `dtype`
+        (`product_bias` in its `unnormed_dtype`). Unchanged tensors are not copied.
 
     Raises:
         KeyError: a tensor is missing.
+        CheckpointError: what was computed is beyond the range of `dtype`, or below it to an extent
+            that the published numbers are not.
     """
     family = config.family
     weights = {
@@ -103,10 +135,11 @@ def _late_norm_mlp(
     """A gated MLP that has the weights of the norm before it, and the biases around it.
 
     - `gate_up.weight` has the norm's weights multiplied in.
-    - The first padded channel is always 1, and its column of `down.weight` adds two biases to the
-      residual stream: the MLP's, and that of the attention's output.
+    - The first two padded channels are always 1, and their columns of `down.weight` are two biases
+      for the residual stream: the MLP's, and that of the attention's output. Two, since their sum
+      may lose the smaller one, or be beyond fp16, where each on its own is neither.
     - The latter is missing there until then, `stream_bias`, and its share of the first product,
-      `product_bias`.
+      `product_bias`: a sum over all channels, for which fp16 may be too narrow.
 
     All of it is exact but for one rounding of each number.
     """
@@ -115,27 +148,56 @@ def _late_norm_mlp(
     down = f"{block}.mlp.{config.family.mlp_output}"
     dtype = tensors[f"{gate}.weight"].dtype if dtype is None else np.dtype(dtype)
 
-    def wide(name: str) -> np.ndarray:
-        return tensors[name].astype(np.float32)
+    def rounded(name: str) -> np.ndarray:
+        return _rounded(f"the tensor {name!r}", tensors[name], dtype)
 
-    norm, stream_bias = wide(f"{block}.norm2.weight"), wide(f"{block}.attn.proj.bias")
     gate_up = np.zeros((2, aligned, config.hidden_size), dtype)
     bias = np.zeros((2, aligned), dtype)
     for index, name in enumerate((gate, up)):
-        gate_up[index, :width] = wide(f"{name}.weight") * norm
-        bias[index, :width] = tensors[f"{name}.bias"]
-    bias[:, width] = _GATE_OF_ONE, 1 / _GATE_OF_ONE
+        gate_up[index, :width] = _folded(tensors, name, f"{block}.norm2", dtype)
+        bias[index, :width] = rounded(f"{name}.bias")
+    bias[:, width : width + 2] = [[_GATE_OF_ONE], [1 / _GATE_OF_ONE]]
     gate_up = gate_up.reshape(2 * aligned, -1)
+    stream_bias = rounded(f"{block}.attn.proj.bias")
     down_weight = np.zeros((config.hidden_size, aligned), dtype)
-    down_weight[:, :width] = tensors[f"{down}.weight"]
-    down_weight[:, width] = wide(f"{down}.bias") + stream_bias
+    down_weight[:, :width] = rounded(f"{down}.weight")
+    down_weight[:, width] = rounded(f"{down}.bias")
+    down_weight[:, width + 1] = stream_bias
+    product_bias = gate_up.astype(np.float32) @ stream_bias.astype(np.float32)
     return {
         "gate_up.weight": gate_up,
-        "stream_bias": stream_bias.astype(dtype),
-        "product_bias": (gate_up.astype(np.float32) @ stream_bias).astype(dtype),
+        "stream_bias": stream_bias,
+        "product_bias": product_bias.astype(unnormed_dtype(dtype)),
         "bias": bias.reshape(-1),
         "down.weight": down_weight,
     }
+
+
+def _folded(
+    tensors: Mapping[str, np.ndarray], linear: str, norm: str, dtype: np.dtype
+) -> np.ndarray:
+    """The columns of a matrix times a norm's weights; refused where `dtype` loses too much."""
+    names = f"{linear}.weight", f"{linear}.bias", f"{norm}.weight"
+    weight, bias, scale = (tensors[name].astype(np.float32) for name in names)
+    what = f"the tensor {names[0]!r} times {names[2]!r}"
+    exact = weight * scale
+    folded = _rounded(what, exact, dtype)
+    if dtype == np.float16:  # which alone has few bits for small numbers
+        lost = np.linalg.norm(folded - exact)
+        if lost > _TOLERATED_LOSS * np.hypot(np.linalg.norm(exact), np.linalg.norm(bias)):
+            published = weight.astype(dtype).astype(np.float32) * scale.astype(dtype)
+            if lost > 2 * np.linalg.norm(published - exact):
+                raise CheckpointError(f"{what} is too small for {dtype}: load in bfloat16")
+    return folded
+
+
+def _rounded(what: str, values: np.ndarray, dtype: DTypeLike) -> np.ndarray:
+    """The values in `dtype`, not copied where they are; refused where that makes them infinite."""
+    with np.errstate(over="ignore"):
+        rounded = values.astype(dtype, copy=False)
+    if rounded is not values and not is_finite(rounded):
+        raise CheckpointError(f"{what} is too large for {rounded.dtype}: load in bfloat16")
+    return rounded
 
 
 def _our_name(family: Family, name: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 pytest.importorskip("jax")
 pytest.importorskip("flax")
@@ -299,6 +300,54 @@ def test_unknown_model_type(run, tmp_path):
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "clip"}')
     assert refused(run(checkpoint=other), tmp_path, "'clip'", "qwen2_5_vl")
+
+
+@pytest.fixture
+def beyond_fp16(tmp_path):
+    """A checkpoint whose residual stream grows to 1.6e5 in one channel."""
+    directory = write_checkpoint(tmp_path / "beyond", CONFIG)
+    tensors = load_file(directory / "model.safetensors")
+    for block in range(CONFIG.depth):
+        tensors[f"blocks.{block}.mlp.down_proj.bias"][5] = 4e4
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_images_that_pass_the_range_of_fp16(run, images, beyond_fp16, tmp_path):
+    result = run("--dtype", "float16", checkpoint=beyond_fp16)
+    refused(result, tmp_path, f"{images[0]}: its embeddings hold infinities or NaN in float16")
+    assert "--dtype bfloat16" in result[2]
+    assert run("--dtype", "bfloat16", checkpoint=beyond_fp16)[0] == 0
+    arrays, _ = read(tmp_path / "out.npz")
+    assert all(np.isfinite(rows).all() for rows in arrays.values())
+
+
+@pytest.mark.parametrize("batch_tokens", ["1", "16384"])
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_the_image_that_is_not_finite_is_named(
+    run, images, tmp_path, monkeypatch, batch_tokens, wrong
+):
+    """Whatever made it so, and in whichever call."""
+    call, columns = flax_models.VisionTower.__call__, []
+
+    def poisoned(tower, pixel_values, grid_thw):
+        rows = np.array(call(tower, pixel_values, grid_thw))
+        ends = np.cumsum(grid_thw.prod(axis=1)) // 4
+        for number, end in enumerate(ends, start=len(columns)):
+            rows[end - 1, 0] = np.nan if number == wrong else 0
+        columns.extend(ends)
+        return rows
+
+    monkeypatch.setattr("flax_models.VisionTower.__call__", poisoned)
+    result = run("--batch-tokens", batch_tokens)
+    refused(result, tmp_path, f"{images[wrong]}: its embeddings hold infinities or NaN in bfloat16")
+
+
+def test_weights_that_are_not_finite(run, beyond_fp16, tmp_path):
+    tensors = load_file(beyond_fp16 / "model.safetensors")
+    tensors["blocks.0.norm1.weight"][0] = np.inf
+    save_file(tensors, beyond_fp16 / "model.safetensors")
+    assert refused(run(checkpoint=beyond_fp16), tmp_path, "'blocks.0.norm1.weight' in ")
 
 
 def test_device_that_is_not_there(run, tmp_path):

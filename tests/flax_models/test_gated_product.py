@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
 from flax_models import gated_product as gated_product_module
-from flax_models.common.weights import Biases
+from flax_models.common.weights import Biases, unnormed_dtype
 from flax_models.gated_product import HAVE_MOSAIC, gated_product, in_one_kernel
 from pallas_kernels.launching.compile import compiling_by
 from pallas_kernels.launching.devices import local_gpu
@@ -146,6 +146,7 @@ def test_layers_lower_for_a_gpu_as_the_divisors_and_one_kernel(monkeypatch, dtyp
     """
     monkeypatch.setattr(gated_product_module, "_is_faster", lambda *_: True)
     residual, weight, biases = draw(2304, 1280, 3456, dtype)
+    biases[1] = biases[1].astype(unnormed_dtype(dtype))  # as towers have it
 
     def layers(residual, weight, biases):
         biases = Biases(*biases)

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 
 import ml_dtypes
 import numpy as np
@@ -232,6 +233,16 @@ def test_wrong_dtype(tmp_path, tiny_config):
         read_checkpoint(tiny_config, save_single(tmp_path, tensors))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_numbers_that_are_not_finite(tmp_path, tiny_config, dtype, value):
+    tensors = random_tensors(tiny_config, dtype)
+    tensors["blocks.1.mlp.up_proj.weight"][2, 3] = value
+    message = r"'blocks.1.mlp.up_proj.weight' in .*model.safetensors holds infinities or NaN"
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(tiny_config, save_single(tmp_path, tensors))
+
+
 def test_tensors_that_the_configuration_does_not_know(tmp_path, tiny_config):
     deeper = VisionConfig(**{**vars(tiny_config), "depth": 3})
     save_single(tmp_path, random_tensors(deeper))
@@ -260,6 +271,68 @@ def test_tensors_of_qwen3_that_are_missing_or_too_many(tmp_path, name):
     del tensors[name]
     with pytest.raises(CheckpointError, match=f"lacks the tensor '{name}'$"):
         read_checkpoint(config, save_single(tmp_path, tensors))
+
+
+TWO_PREFIXES = [
+    *(("", "visual."), ("visual.", ""), ("", "model.visual."), ("model.visual.", "")),
+    *(("visual.", "model.visual."), ("model.visual.", "visual.")),
+]
+ONE_TENSOR = ["blocks.0.attn.qkv.weight"]
+
+
+@pytest.mark.parametrize("shards", [None, 3])
+@pytest.mark.parametrize("doubled", [None, ONE_TENSOR], ids=["whole", "partly"])
+@pytest.mark.parametrize(("first", "second"), TWO_PREFIXES)
+def test_a_tower_under_two_prefixes(tmp_path, tiny_config, first, second, doubled, shards):
+    """Of both, transformers' classes read different ones."""
+    tensors = random_tensors(tiny_config)
+    stored = {first + name: array for name, array in tensors.items()}
+    stored |= {second + name: tensors[name] + 1 for name in doubled or tensors}
+    save_single(tmp_path, stored) if shards is None else save_sharded(tmp_path, stored, shards)
+    with pytest.raises(CheckpointError, match="by more than one prefix") as raised:
+        read_checkpoint(tiny_config, tmp_path)
+    for prefix in (first, second):
+        assert re.search(f"'{prefix}(patch_embed|blocks|merger)", str(raised.value))
+
+
+@pytest.mark.parametrize(("first", "second"), TWO_PREFIXES)
+def test_a_tower_divided_between_two_prefixes(tmp_path, tiny_config, first, second):
+    tensors = random_tensors(tiny_config)
+    stored = {(second if name in ONE_TENSOR else first) + name: tensors[name] for name in tensors}
+    with pytest.raises(CheckpointError, match="by more than one prefix"):
+        read_checkpoint(tiny_config, save_single(tmp_path, stored))
+
+
+@pytest.mark.parametrize(("prefix", "other"), TWO_PREFIXES[-2:])
+def test_unknown_tensors_under_another_prefix(tmp_path, tiny_config, prefix, other):
+    stored = {prefix + name: array for name, array in random_tensors(tiny_config).items()}
+    stored[f"{other}blocks.2.norm1.weight"] = np.ones(32, np.float32)
+    message = f"'{other}blocks.2.norm1.weight', which its configuration knows nothing of"
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(tiny_config, save_single(tmp_path, stored))
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("visual.patch_embed.proj.weight", "b.safetensors"),
+        ("model.visual.patch_embed.proj.weight", "b.safetensors"),
+        ("visual.blocks.2.norm1.weight", "a.safetensors"),
+    ],
+)
+def test_vision_tensors_that_the_index_has_elsewhere_or_not(tmp_path, tiny_config, name, place):
+    """transformers reads them, as it reads all of each file."""
+    parts = {"a.safetensors": {}, "b.safetensors": {}}
+    for tensor, array in random_tensors(tiny_config).items():
+        part = "a.safetensors" if tensor.startswith("patch_embed") else "b.safetensors"
+        parts[part][f"visual.{tensor}"] = array
+    index = {tensor: part for part, tensors in parts.items() for tensor in tensors}
+    parts[place][name] = np.zeros((32, 3, 2, 14, 14), np.float32)
+    for part, tensors in parts.items():
+        save_file(tensors, tmp_path / part)
+    write_index(tmp_path, index)
+    with pytest.raises(CheckpointError, match=rf"{place} holds the tensor '{name}', which the in"):
+        read_checkpoint(tiny_config, tmp_path)
 
 
 def test_every_tensor_is_checked_before_any_is_read(tmp_path, tiny_config, monkeypatch):

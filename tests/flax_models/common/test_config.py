@@ -83,7 +83,7 @@ def test_derived_sizes():
     assert config.window_patches == 8
     assert config.max_window_seqlen == 64
     assert config.aligned_intermediate_size == 3456
-    assert VisionConfig.qwen2_5_vl_72b().aligned_intermediate_size == 3520  # 3456 and one
+    assert VisionConfig.qwen2_5_vl_72b().aligned_intermediate_size == 3520  # 3456 and two
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,25 @@ def test_names_of_one_family(tmp_path, model_type):
 def test_reads_a_tower_alone(tmp_path, model_type):
     alone = PUBLISHED["vision_config"] | {"model_type": model_type}
     assert VisionConfig.from_pretrained(str(write(tmp_path, alone))) == VisionConfig()
+
+
+@pytest.mark.parametrize("nested", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vision", 5, None])
+@pytest.mark.parametrize("published", [PUBLISHED, PUBLISHED_QWEN2, PUBLISHED_QWEN3])
+def test_the_whole_models_type_decides(tmp_path, published, nested):
+    """As in transformers, whatever the nested type says; tests of whole files hold the values."""
+    expected = VisionConfig.from_pretrained(write(tmp_path, published))
+    vision = published["vision_config"] | {"model_type": nested}
+    disagreeing = write(tmp_path, published | {"vision_config": vision})
+    assert VisionConfig.from_pretrained(disagreeing) == expected
+    transformers = pytest.importorskip("transformers")
+    theirs = type(transformers.AutoConfig.from_pretrained(disagreeing).vision_config)
+    assert theirs is type(transformers.CONFIG_MAPPING[published["model_type"]]().vision_config)
+
+
+def test_a_nested_type_counts_where_the_whole_model_states_none(tmp_path):
+    vision = PUBLISHED["vision_config"] | {"model_type": "qwen2_5_vl"}
+    write(tmp_path, {"vision_config": vision})
+    assert VisionConfig.from_pretrained(tmp_path) == VisionConfig()
 
 
 def test_reads_rotary_settings(tmp_path):
@@ -329,7 +348,14 @@ def test_what_files_leave_out_is_transformers_default(model_type):
             "config.json: hidden_act is 'gelu'; qwen2_5_vl has 'silu'",
         ),
         ({"model_type": "llava"}, "config.json: unknown model type 'llava'; supported: qwen2_vl"),
-        ({"vision_config": {"model_type": "x"}}, "unknown model type 'x'; supported: qwen2_vl"),
+        # Text alone, and what transformers would make another tower of or none.
+        ({"model_type": "qwen2_5_vl_text"}, "unknown model type 'qwen2_5_vl_text'"),
+        ({"model_type": "qwen3_5"}, "unknown model type 'qwen3_5'; supported: qwen2_vl"),
+        ({"model_type": ["qwen2_5_vl"]}, r"unknown model type \['qwen2_5_vl'\]"),
+        (
+            {"model_type": None, "vision_config": {"model_type": "x"}},
+            "unknown model type 'x'; supported: qwen2_vl",
+        ),
         (
             {"vision_config": {"depth": 2}},
             "config.json: it has no value for hidden_size of the vision",

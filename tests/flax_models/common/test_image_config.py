@@ -102,6 +102,24 @@ def test_without_a_file_those_of_the_family(checkpoint, name):
     assert (config == ImageConfig()) == (name != "qwen3_vl")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen2VLImageProcessorPil", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessorFast", None],
+)
+def test_names_of_the_one_processor(checkpoint, name):
+    settings = PUBLISHED_QWEN2 | {"image_processor_type": name}
+    config = ImageConfig.from_pretrained(checkpoint("qwen2_vl", settings))
+    assert config == ImageConfig(max_pixels=12845056)
+
+
+def test_the_whole_models_type_decides_what_a_family_leaves_to_it(checkpoint):
+    directory = checkpoint("qwen3_vl")
+    vision = json.loads((directory / "config.json").read_text()) | {"model_type": "qwen2_5_vl"}
+    whole = {"model_type": "qwen3_vl", "vision_config": vision}
+    (directory / "config.json").write_text(json.dumps(whole))
+    assert ImageConfig.from_pretrained(directory) == ImageConfig.of(SMALL_TOWERS["qwen3_vl"])
+
+
 def test_what_hugging_face_saves(checkpoint):
     processing = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     directory = checkpoint("qwen3_vl")
@@ -145,6 +163,11 @@ def test_refuses_values(values, message):
     [
         ({"patch_size": 16}, "patch_size is 16, but the tower's patch_size is 14"),
         ({"merge_size": 4}, "merge_size is 4, but the tower's spatial_merge_size is 2"),
+        (
+            {"image_processor_type": "SiglipImageProcessor"},
+            "image_processor_type is 'SiglipImageProcessor'; only Qwen2VLImageProcessor is done",
+        ),
+        ({"image_processor_type": 3}, "image_processor_type is 3; only Qwen2VLImageProcessor"),
         ({"do_normalize": False}, "do_normalize is False; only True is done"),
         ({"resample": 2}, "resample is 2; only 3 is done"),
         ({"image_std": (1, float("nan"), 1)}, "image_std must be three finite numbers"),

@@ -6,8 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flax_models import VisionConfig
-from flax_models.common.weights import tower_weights
+from flax_models import CheckpointError, VisionConfig
+from flax_models.common.checkpoint import expected_tensors
+from flax_models.common.weights import tower_parameters, tower_weights
 from tests.gated_contract import oracle
 from tests.tower_checkpoints import SMALL_TOWERS, random_tensors
 
@@ -41,12 +42,16 @@ def test_the_padded_mlp_computes_the_same(config):
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32], ids=str)
 @pytest.mark.parametrize("config", LATE, indirect=True)
-def test_the_channel_of_biases_is_1_in_every_dtype(config, dtype):
-    """To the bit: what it multiplies, the biases of attention and MLP, are not scaled."""
+def test_the_channels_of_biases_are_1_in_every_dtype(config, dtype):
+    """To the bit: what they multiply, the biases of attention and MLP, are not scaled."""
     weights = tower_weights(config, random_tensors(config), dtype)
-    bias = weights["blocks.0.mlp.bias"].reshape(2, -1)[:, config.intermediate_size]
+    bias = weights["blocks.0.mlp.bias"].reshape(2, -1)[:, channels_of_biases(config)]
     gate, up = bias.astype(np.float32)
-    assert gate / (1 + np.exp(-gate)) * up == 1
+    np.testing.assert_array_equal(gate / (1 + np.exp(-gate)) * up, [1, 1])
+
+
+def channels_of_biases(config):
+    return slice(config.intermediate_size, config.intermediate_size + 2)
 
 
 @pytest.mark.parametrize("config", LATE, indirect=True)
@@ -70,8 +75,8 @@ def test_a_late_norm_computes_the_same(config):
         biases = [weights[f"{mlp}.{name}"] for name in ("stream_bias", "product_bias", "bias")]
         activated = oracle(product, stream, biases, eps=0)
         assert activated.shape == (5, config.aligned_intermediate_size)
-        np.testing.assert_allclose(activated[:, config.intermediate_size], 1, rtol=1e-13)
-        assert not activated[:, config.intermediate_size + 1 :].any()
+        np.testing.assert_allclose(activated[:, channels_of_biases(config)], 1, rtol=1e-13)
+        assert not activated[:, config.intermediate_size + 2 :].any()
         ours = stream + activated @ weights[f"{mlp}.down.weight"].T
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)  # of fp32 sums
     assert not any(name.endswith(("norm2.weight", "attn.proj.bias")) for name in weights)
@@ -90,7 +95,7 @@ def test_published_widths_are_aligned():
     widths = {
         VisionConfig.qwen2_vl_7b(): (5120, 5120),
         VisionConfig.qwen2_5_vl_7b(): (3420, 3456),
-        VisionConfig.qwen2_5_vl_72b(): (3456, 3520),  # one channel more carries biases
+        VisionConfig.qwen2_5_vl_72b(): (3456, 3520),  # two channels more carry biases
         VisionConfig.qwen3_vl_4b(): (4096, 4096),
         VisionConfig.qwen3_vl_8b(): (4304, 4352),
     }
@@ -122,3 +127,76 @@ def test_a_missing_tensor(config):
     del tensors[missing]
     with pytest.raises(KeyError, match=re.escape(missing)):
         tower_weights(config, tensors)
+
+
+@pytest.mark.parametrize("config", LATE, indirect=True)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=str)
+def test_what_a_large_bias_adds_to_the_product_is_finite(config, dtype):
+    tensors = random_tensors(config)
+    tensors["blocks.0.attn.proj.bias"][3] = 6e4
+    tensors["blocks.0.mlp.up_proj.weight"][:, 3] *= 40
+    weights = tower_weights(config, tensors, dtype)
+    gate_up, stream_bias, product_bias = (
+        weights[f"blocks.0.mlp.{name}"].astype(np.float64)
+        for name in ("gate_up.weight", "stream_bias", "product_bias")
+    )
+    exact = gate_up @ stream_bias
+    assert np.abs(exact).max() > np.finfo(np.float16).max
+    rounding = 1e-6 if dtype == np.float16 else 2**-8
+    np.testing.assert_allclose(product_bias, exact, rtol=rounding, atol=1e-2)
+
+
+@pytest.mark.parametrize("config", LATE, indirect=True)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=str)
+@pytest.mark.parametrize("biases", [(6e4, 6e4), (2e4, 0.375), (-2e4, 2e4)])
+def test_neither_of_the_streams_biases_is_lost_in_the_other(config, dtype, biases):
+    tensors = random_tensors(config)
+    for name, value in zip(("attn.proj.bias", "mlp.down_proj.bias"), biases, strict=True):
+        tensors[f"blocks.0.{name}"][3] = value
+    columns = tower_weights(config, tensors, dtype)["blocks.0.mlp.down.weight"]
+    attention, mlp = np.array(biases).astype(dtype)
+    np.testing.assert_array_equal(columns[3, channels_of_biases(config)], [mlp, attention])
+
+
+@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16], ids=str)
+def test_numbers_beyond_fp16_are_refused(config, stored):
+    """Of any tensor: infinite parameters would make NaN of every image."""
+    for name in expected_tensors(config):
+        tensors = {key: x.astype(stored) for key, x in random_tensors(config).items()}
+        tensors[name].reshape(-1)[-1] = -4e6
+        message = "too large for float16: load in bfloat16"
+        with pytest.raises(CheckpointError, match=message) as error:
+            dict(tower_parameters(config, tensors, np.float16))
+        if name.startswith("blocks.") and ".mlp." not in name:
+            assert repr(name) in str(error.value)
+    for dtype in ("bfloat16", np.float32):
+        parameters = dict(tower_parameters(config, tensors, dtype))
+        assert all(np.isfinite(x.astype(np.float32)).all() for x in parameters.values())
+
+
+@pytest.mark.parametrize("config", LATE, indirect=True)
+def test_a_folded_norm_that_fp16_is_too_narrow_for(config):
+    """Neither the matrix nor the norm is, and not what they make of a row."""
+    tensors = random_tensors(config)
+    norm, gate, up = (f"blocks.1.{name}" for name in ("norm2", "mlp.gate_proj", "mlp.up_proj"))
+    tensors[f"{norm}.weight"] *= 1e-5
+    for linear in (gate, up):
+        tensors[f"{linear}.bias"][:] = 0
+    tensors[f"{gate}.weight"] *= 1e5
+    words = f"the tensor '{up}.weight' times '{norm}.weight' is too small for float16: load in "
+    with pytest.raises(CheckpointError, match=words + "bfloat16"):
+        tower_weights(config, tensors, np.float16)
+    for dtype in (ml_dtypes.bfloat16, np.float32):
+        tower_weights(config, tensors, dtype)
+
+
+@pytest.mark.parametrize("config", LATE, indirect=True)
+@pytest.mark.parametrize("smaller", ["norm2.weight", "mlp.up_proj.weight"])
+def test_what_is_small_in_the_checkpoint_too_is_loaded(config, smaller):
+    """Beside its bias, or as fp16 would hold it anyway, nothing is lost."""
+    tensors = random_tensors(config)
+    tensors[f"blocks.1.{smaller}"] *= 1e-6
+    if smaller != "norm2.weight":
+        tensors["blocks.1.mlp.up_proj.bias"][:] = 0
+    weight = tower_weights(config, tensors, np.float16)["blocks.1.mlp.gate_up.weight"]
+    assert weight.any()
