@@ -114,12 +114,15 @@ def attend(
         options: max_seqlen, scale, fuse and implementation, as they are passed.
         addresses, place: of the tensors, see `locate`.
     """
-    plan = plans.get((place, options)) if _are_plain(options) else None
+    max_seqlen, scale, fuse, implementation = options
+    # Of others equal ones need not be as good: 64 is a bound, 64.0 is none.
+    plain = type(max_seqlen) is int and (scale is None or type(scale) is float)
+    plain = plain and type(fuse) is type(implementation) is str
+    plan = plans.get((place, options)) if plain else None
     if plan is None:  # no call like this one has been checked
         check_arguments(tensors, *options)
         *qkv, cos, sin, cu_seqlens = tensors
         q, k, v = qkv[0].unbind(1) if len(qkv) == 1 else qkv
-        max_seqlen, scale, fuse, implementation = options
         kernel = runs_kernel(q.device, implementation)
         if q.numel() == 0 or cu_seqlens.shape[0] == 1:
             return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -139,16 +142,9 @@ def attend(
             form, aligned, is_behind, *_ = place
             plan = make_plan(form, aligned, is_behind, source, max_seqlen, scale, fuse)
             plans[shared] = plan
-        if _are_plain(options):
+        if plain:
             plans[place, options] = plan
     return launch_plan(plan, tensors, addresses)
-
-
-def _are_plain(options: Options) -> bool:
-    """Whether equal options are as good: 64 is a bound, 64.0 is none."""
-    max_seqlen, scale, fuse, implementation = options
-    plain = type(max_seqlen) is int and type(fuse) is type(implementation) is str
-    return plain and (scale is None or type(scale) is float)
 
 
 def _bound(max_seqlen: int | None) -> int | None:

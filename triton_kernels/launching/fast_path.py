@@ -7,9 +7,10 @@ plan up. The dispatcher costs the host as much as a launch does.
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import triton
 from torch._C import _dispatch_tls_local_include_set, _is_torch_function_mode_enabled
 from torch.autograd import _profiler_enabled, forward_ad
 
@@ -30,23 +31,13 @@ class Plans(dict[Any, Any]):
 
 
 plans = Plans()
+_INTERPRETED = triton.knobs.runtime.interpret
 
 
-class Place(NamedTuple):
-    """All of a call's tensors that its plan follows from.
-
-    Attributes:
-        form: theirs, as they are passed.
-        aligned: all but cu_seqlens, which makes no difference, begin at a multiple of 16 bytes.
-        is_behind: K's heads lie behind Q's, as in a packed projection.
-        table, warp_specialized: where launches come from.
-    """
-
-    form: Form
-    aligned: bool
-    is_behind: bool
-    table: Table
-    warp_specialized: bool
+# All of a call's tensors that its plan follows from: their form; whether all but cu_seqlens, which
+# makes no difference, begin at a multiple of 16 bytes; whether K's heads lie behind Q's, as in a
+# packed projection; and where launches come from.
+Place = tuple[Form, bool, bool, Table, bool]
 
 
 def form_of(tensors: Sequence[torch.Tensor]) -> Form:
@@ -67,20 +58,19 @@ def locate(tensors: Sequence[torch.Tensor]) -> tuple[list[int], Place | None]:
         return addresses, None
     head_row = shape[-2] * strides[-2]
     if packed:
+        qkv, cos, sin, _ = addresses
         is_behind = strides[1] == head_row
-        bits = strides[1] * dtype.itemsize
+        bits = qkv | cos | sin | strides[1] * dtype.itemsize
     else:
-        is_behind = (
-            addresses[1] - addresses[0] == head_row * dtype.itemsize
-            and strides == form[1][3]
-            # Tensors of one token may lie so by chance, and Triton's interpreter moves storages
-            # apart.
-            and tensors[1].untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr()
-        )
-        bits = 0
-    for address in addresses[:-1]:
-        bits |= address
-    return addresses, Place(form, bits % 16 == 0, is_behind, *launch_settings())
+        q, k, v, cos, sin, _ = addresses
+        is_behind = k - q == head_row * dtype.itemsize and strides == form[1][3]
+        # Tensors of one token may lie so by chance. A GPU does not mind, but Triton's interpreter,
+        # which moves storages apart.
+        if is_behind and _INTERPRETED:
+            first, second = (x.untyped_storage().data_ptr() for x in tensors[:2])
+            is_behind = first == second
+        bits = q | k | v | cos | sin
+    return addresses, (form, bits % 16 == 0, is_behind, *launch_settings())
 
 
 def _added_keys() -> int:
@@ -101,7 +91,7 @@ def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
     values, as it does not on "meta" or behind a lazy negation. Then the function behind the
     operator may be called directly.
     """
-    if torch.compiler.is_compiling() or {type(x) for x in tensors} != {torch.Tensor}:
+    if torch.compiler.is_compiling():
         return False
     if _profiler_enabled() or _is_torch_function_mode_enabled():
         return False
@@ -111,7 +101,7 @@ def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
         return False
     recording = torch.is_grad_enabled()
     for x in tensors:
-        if x.is_meta or x.is_neg():
+        if type(x) is not torch.Tensor or x.is_meta or x.is_neg():
             return False
         if recording and x.requires_grad:
             return False

@@ -1,7 +1,8 @@
 """Launching one kernel, without Triton's slow look at every argument of every launch."""
 
 import functools
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,15 +14,6 @@ from triton.runtime.jit import JITFunction
 
 from triton_kernels.launching.descriptors import Address, Tile
 from triton_kernels.launching.table import Launch
-
-# A tensor that a kernel reads or writes: its address; the tensor; and None, or which part along the
-# second axis is meant, whose address it is then. To make a view of it takes longer than a launch.
-Operand = tuple[int, torch.Tensor, int | None]
-
-
-def operand(x: torch.Tensor) -> Operand:
-    """A whole tensor as an operand."""
-    return x.data_ptr(), x, None
 
 
 @dataclass(slots=True)
@@ -65,27 +57,36 @@ def binary_of(
 
 
 def launch_kernel(
-    call: Call, operands: Iterable[Operand], described: Sequence[Operand] = ()
+    call: Call,
+    tensors: Sequence[torch.Tensor],
+    addresses: Sequence[int],
+    described: Sequence[int] = (),
 ) -> None:
     """Launch a call on the current device.
 
-    By addresses where its binary is known, as for a tensor Triton would ask the driver whose memory
-    it is. The kernel takes addresses of operands; the call's tiles are of `described`.
+    By addresses where its binary is known: to make a view, or to have Triton ask the driver whose
+    memory a tensor is, takes longer than a launch. Else by the tensors that begin there.
+
+    Args:
+        call: what is launched.
+        tensors: all that addresses lie in; of a packed one or of rotated rows at one of its parts.
+        addresses: what the kernel takes.
+        described: what the call's tiles are of.
     """
     compiled = None if call.binary is None else call.binary.compiled
     if compiled is not None and not _hooked():
-        descriptors = [tile.of(Address(described[tile.tensor][0])) for tile in call.tiles]
+        descriptors = [tile.of(Address(described[tile.tensor])) for tile in call.tiles]
         stream = driver.active.get_current_stream(call.device)
         hooks = (None, None, None)  # gathering what they would be told takes Triton microseconds
         compiled.run(
             call.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks,
-            *descriptors, *[address for address, _, _ in operands], *call.numbers, *call.constants,
+            *descriptors, *addresses, *call.numbers, *call.constants,
         )  # fmt: skip
         return
     options = call.launch
     compiled = call.kernel[(call.programs,)](
-        *[tile.of(_tensor(described[tile.tensor])) for tile in call.tiles],
-        *map(_tensor, operands),
+        *[tile.of(_tensor_at(described[tile.tensor], tensors)) for tile in call.tiles],
+        *[_tensor_at(address, tensors) for address in addresses],
         *call.numbers,
         *call.constants,
         num_warps=options.num_warps,
@@ -99,9 +100,10 @@ def launch_kernel(
         call.binary.compiled = compiled
 
 
-def _tensor(operand: Operand) -> torch.Tensor:
-    _, x, part = operand
-    return x if part is None else x.select(1, part)
+def _tensor_at(address: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensor, or else the part of one along its second axis, that begins at an address."""
+    parts = (part for x in tensors if x.ndim > 2 for part in x.unbind(1))
+    return next(x for x in itertools.chain(tensors, parts) if x.data_ptr() == address)
 
 
 def _hooked() -> bool:

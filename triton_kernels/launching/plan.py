@@ -28,7 +28,7 @@ from triton_kernels.launching.choose import (
     window_limit,
 )
 from triton_kernels.launching.descriptors import Tile, can_describe, make_tile
-from triton_kernels.launching.launch import Call, Operand, binary_of, launch_kernel, operand
+from triton_kernels.launching.launch import Call, binary_of, launch_kernel
 from triton_kernels.launching.table import Launch
 
 LOG2_E = 1.4426950408889634
@@ -117,22 +117,23 @@ def launch_plan(
         with torch.cuda.device(attention.device):
             return launch_plan(plan, tensors, addresses)
     x = tensors[0]
-    operands: list[Operand] = [(a, x, None) for a, x in zip(addresses, tensors, strict=True)]
+    held = [*tensors]  # until all is launched
+    *qkv, cos, sin, cu_seqlens = addresses
     if part:
-        operands[:1] = [(addresses[0] + i * part, x, i) for i in range(3)]
-    *qkv, cos, sin, cu_seqlens = operands
+        qkv = [qkv[0], qkv[0] + part, qkv[0] + 2 * part]
     for call, first, written in rotations:
         rotated = torch.empty(written, dtype=x.dtype, device=x.device)
-        into = operand(rotated)
-        launch_kernel(call, (qkv[first], into, cos, sin))
-        row = written[2] * x.itemsize
-        parts = [(into[0] + i * row, rotated, i) for i in range(written[1])]
-        qkv[first : first + written[1]] = parts
+        held.append(rotated)
+        address = rotated.data_ptr()
+        launch_kernel(call, held, (qkv[first], address, cos, sin))
+        for i in range(written[1]):
+            qkv[first + i] = address + i * written[2] * x.itemsize
     out = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    held.append(out)
     if attention.tiles:
-        launch_kernel(attention, (operand(out), cu_seqlens), qkv)
+        launch_kernel(attention, held, (out.data_ptr(), cu_seqlens), qkv)
     else:
-        launch_kernel(attention, (*qkv, operand(out), cos, sin, cu_seqlens))
+        launch_kernel(attention, held, (*qkv, out.data_ptr(), cos, sin, cu_seqlens))
     return out
 
 

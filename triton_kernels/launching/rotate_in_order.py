@@ -10,7 +10,7 @@ import triton
 
 from triton_kernels.kernels.rotate_in_order import rotate_in_order_kernel
 from triton_kernels.launching.fast_path import form_of, plans
-from triton_kernels.launching.launch import Call, launch_kernel, operand
+from triton_kernels.launching.launch import Call, launch_kernel
 from triton_kernels.launching.plan import Form, TensorForm, in_units, make_call
 from triton_kernels.launching.table import Launch
 
@@ -31,13 +31,13 @@ def rotate_in_order(
     Raises:
         TypeError: dtypes are not as stated above.
     """
-    operands = [operand(tensor) for tensor in (x, out, cos, sin)]
-    aligned = all(address % 16 == 0 for address, _, _ in operands)
-    key = form_of((x, out, cos, sin)), aligned
+    tensors = x, out, cos, sin
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    key = form_of(tensors), all(address % 16 == 0 for address in addresses)
     call = plans.get(key)
     if call is None:
         call = plans[key] = rotate_in_order_call(*key)
-    launch_kernel(call, operands)
+    launch_kernel(call, tensors, addresses)
 
 
 def rotate_in_order_call(form: Form, at_16: bool) -> Call:

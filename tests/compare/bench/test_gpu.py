@@ -77,6 +77,7 @@ def test_both_kernels_are_timed_and_no_faster_than_the_floor():
 )
 def test_the_pallas_call_adds_no_kernel_of_its_own(name, kernels, warp_specialized):
     from pallas_kernels.launching import choose
+    from pallas_kernels.launching.table import Table
 
     workload = KERNEL_WORKLOADS[name]
     shape = workload.head_dim, int(workload.lengths.max()), workload.tokens, workload.heads
@@ -86,7 +87,7 @@ def test_the_pallas_call_adds_no_kernel_of_its_own(name, kernels, warp_specializ
     call, arguments = implementations.pallas().prepare(workload), jax_arguments(workload.inputs())
 
     def run():
-        with choose.launching_by(choose._PACKAGED, warp_specialized):
+        with choose.launching_by(Table.read(choose.TABLE_FILE), warp_specialized):
             for _ in range(4):
                 call(*arguments).block_until_ready()
 

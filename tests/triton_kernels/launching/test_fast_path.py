@@ -122,7 +122,7 @@ def test_a_later_call_launches_what_the_first_did(
         raise AssertionError("the long way")
 
     monkeypatch.setattr(attention, "check_arguments", unexpected)
-    monkeypatch.setattr(launch, "_tensor", unexpected)
+    monkeypatch.setattr(launch, "_tensor_at", unexpected)
     with guarded_results() as written:
         assert launched_by(record, second, length, fuse=fuse) == expected
     assert len(written) == len(kernels)  # all in memory that guards watch, where they do

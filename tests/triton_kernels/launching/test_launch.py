@@ -54,7 +54,7 @@ def call(kernel, programs=7, numbers=(100, 0.5), aligned=True, **kind):
 
 
 def run(kernel, **options):
-    launch.launch_kernel(call(kernel, **options), [launch.operand(X)])
+    launch.launch_kernel(call(kernel, **options), [X], [X.data_ptr()])
 
 
 def launched_by(kernel):
@@ -110,6 +110,6 @@ def test_a_part_of_a_tensor_is_its_address_or_its_view(kernel):
     x = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
     part = x.select(1, 2)
     for _ in range(2):
-        launch.launch_kernel(call(kernel), [(part.data_ptr(), x, 2)])
+        launch.launch_kernel(call(kernel), [X, x], [part.data_ptr()])
     (_, _, (seen, *_), _), (_, _, (address, *_)) = kernel.calls
     assert (seen.data_ptr(), seen.shape, seen.stride()) == (address, part.shape, part.stride())
