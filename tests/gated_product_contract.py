@@ -84,8 +84,14 @@ class GatedProductContract:
         for name in self.implementations:
             self.check(self.multiply(*arrays, EPS, name), exact, arrays, dtype)
 
-    # The fixture only skips.
-    @settings(max_examples=examples(6), suppress_health_check=[HealthCheck.function_scoped_fixture])
+    # The fixture only skips; that several classes inherit the test is its purpose.
+    @settings(
+        max_examples=examples(6),
+        suppress_health_check=[
+            HealthCheck.function_scoped_fixture,
+            HealthCheck.differing_executors,
+        ],
+    )
     @given(st.integers(128, 400), st.integers(1, 6), st.integers(2, 7), st.integers(0, 99))
     def test_any_sizes(self, in_one, tokens, depth, columns, seed):
         tokens -= tokens % self.row_unit
