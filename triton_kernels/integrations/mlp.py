@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
-from transformers.activations import SiLUActivation
 
 from triton_kernels.integrations.layers import StandIn
 from triton_kernels.kernels.gated import aligned_operands_kernel
@@ -24,6 +23,13 @@ from triton_kernels.launching.dispatch import goes_unseen
 from triton_kernels.launching.launch import Call, binary_of, run
 from triton_kernels.launching.plan import are_aligned, remembered
 from triton_kernels.launching.table import Launch, next_power_of_2
+
+try:
+    from transformers.activations import SiLUActivation
+except ImportError:  # transformers 4.57 has PyTorch's
+    _SILUS = (nn.SiLU,)
+else:
+    _SILUS = (nn.SiLU, SiLUActivation)
 
 # In bytes: the fast matrix kernels take rows of whole 16, and like those of whole 128.
 _ACCEPTED = 16
@@ -34,7 +40,7 @@ _LAUNCH = Launch(block=1, block_k=1, num_warps=8, num_stages=1)
 
 # Of a layer and of activations that the kernel knows, as PyTorch and transformers have them.
 _LINEAR = {nn.Linear: nn.Linear.forward}
-_SILU = {cls: cls.forward for cls in (nn.SiLU, SiLUActivation)}
+_SILU = {cls: cls.forward for cls in _SILUS}
 
 
 class AlignedMLP(StandIn):

@@ -152,9 +152,10 @@ def _accelerate(towers: list[nn.Module]) -> list[nn.Module]:
 def _change(tower: nn.Module) -> None:
     window = Geometry.of(tower).longest_window
     for index, block in enumerate(tower.blocks):
-        stand_in(block.attn, FusedAttention)
+        attention = _inner(_inner(block).attn)
+        stand_in(attention, FusedAttention)
         if window is not None and index not in tower.fullatt_block_indexes:
-            block.attn.longest_window = window
+            attention.longest_window = window
     for module in list(tower.modules()):
         for kind, role in (
             ("RMSNorm", FusedRMSNorm),
@@ -189,9 +190,9 @@ def _stand_ins(tower: nn.Module) -> list[tuple[str, StandIn]]:
 
 def _check(tower: nn.Module) -> None:
     _check_own("the tower", tower, "", tower)
-    for index, block in enumerate(tower.blocks):
-        name, attention = f"blocks.{index}.attn", block.attn
+    for index, block in enumerate(map(_inner, tower.blocks)):
         _check_own(f"blocks.{index}", block, "VisionBlock", tower)
+        name, attention = f"blocks.{index}.attn", _inner(block.attn)
         _check_own(name, attention, "VisionAttention", tower)
         _check_signature(type(attention))
         if "forward" in vars(attention):
@@ -220,10 +221,10 @@ def _check_signature(attention: type[nn.Module]) -> None:
 
 def _check_own(name: str, module: nn.Module, kind: str, tower: nn.Module) -> None:
     if not _is_own(module, kind, tower):
-        forward = _foreign_part(_forward_of(module)) or type(module)
+        home = _foreign_home(_forward_of(module)) or type(module).__module__
         raise ValueError(
             f"{name} must run transformers' own code, got a {type(module).__name__} with code of "
-            f"{forward.__module__}, which ours may not fit: accelerate the model without it"
+            f"{home}, which ours may not fit: accelerate the model without it"
         )
 
 
@@ -234,15 +235,22 @@ def _is_own(module: nn.Module, kind: str, tower: nn.Module) -> bool:
     """
     files = [cls.__module__ for cls in TOWERS if isinstance(tower, cls)]
     named = any(c.__module__ in files and c.__name__.endswith(kind) for c in type(module).__mro__)
-    return named and _foreign_part(_forward_of(module)) is None
+    return named and _foreign_home(_forward_of(module)) is None
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """A module without what PyTorch puts around one: to compile it, shard it or keep less of it."""
+    while type(module).__module__.startswith("torch.") and len(list(module.children())) == 1:
+        (module,) = module.children()
+    return module
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
     return vars(module).get("forward", type(module).forward)
 
 
-def _foreign_part(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The first of a forward's functions, of which each wraps the next, that is not of _OWN.
+def _foreign_home(forward: Callable[..., Any]) -> str | None:
+    """Where the first of a forward's functions, each wrapping the next, is from that is not _OWN.
 
     By where a function finds its globals: wrappers take on the names of what they wrap.
     """
@@ -251,7 +259,7 @@ def _foreign_part(forward: Callable[..., Any]) -> Callable[..., Any] | None:
         function = getattr(function, "__func__", function)  # of a bound method
         home = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
         if home.partition(".")[0] not in _OWN:
-            return function
+            return home
         forward = getattr(forward, "__wrapped__", None)
     return None
 
