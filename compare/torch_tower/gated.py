@@ -10,13 +10,12 @@ import triton.language as tl
 
 from flax_models.common.weights import Biases
 from triton_kernels.attention import runs_kernel
+from triton_kernels.kernels.gated import silu_times
 from triton_kernels.kernels.tiles import cast
-from triton_kernels.launching.plan import LOG2_E as _LOG2_E
 from triton_kernels.launching.table import next_power_of_2
 
 # Of a program, which has one row; a row of 3,456 channels is 16 values a thread.
 _WARPS = 8
-LOG2_E: tl.constexpr = tl.constexpr(_LOG2_E)
 
 
 def gated_activation(
@@ -86,15 +85,6 @@ def gated_kernel(
     up = up * scale + load(bias_ptr + WIDTH + column, in_width)
     y = silu_times(gate, up)
     tl.store(out_ptr + column, cast(y, out_ptr.dtype.element_ty), mask=in_width)
-
-
-@triton.jit
-def silu_times(gate, up):
-    """silu(gate) x up in few instructions, which would otherwise take as long as the loads."""
-    # A root takes fewer than a division. The bound keeps the power finite; a gate that it changes
-    # is closed: the result is below 1e-37 times gate and up.
-    root = tl.rsqrt(1.0 + tl.exp2(tl.minimum(gate * -LOG2_E, 126.0)))
-    return gate * up * (root * root)
 
 
 @triton.jit

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from compare.torch_tower.gated import gated_activation, load, silu_times
+from compare.torch_tower.gated import gated_activation, load
 from flax_models.common.weights import Biases
 from triton_kernels.attention import runs_kernel
+from triton_kernels.kernels.gated import silu_times
 from triton_kernels.kernels.tiles import cast, dot
 from triton_kernels.launching.table import next_power_of_2
 

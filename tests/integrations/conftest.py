@@ -17,3 +17,17 @@ def mesh():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()
+
+
+@pytest.fixture
+def aligned(monkeypatch):
+    """Misaligned products are avoided on a CPU too, and in fp32; returns which way calls went.
+
+    Triton's interpreter runs the kernel then.
+    """
+    from triton_kernels.integrations import mlp
+
+    ways, find = [], mlp._aligned_operands
+    monkeypatch.setattr(mlp, "is_misaligned", lambda *_: not ways.append("asked"))
+    monkeypatch.setattr(mlp, "_aligned_operands", lambda *x: ways.append("kernel") or find(*x))
+    return ways

@@ -122,6 +122,12 @@ def run(tower, patches, grid_thw):
     return states + tensors_of(output)
 
 
+def embed(tower, inputs=None):
+    """The embeddings of given patches, or of some."""
+    with torch.no_grad():
+        return tensors_of(tower(*(inputs or random_inputs(tower, GRIDS["image"]))))[-1]
+
+
 def tensors_of(output):
     """A tensor, a sequence or a model output as a list of tensors."""
     if isinstance(output, torch.Tensor):

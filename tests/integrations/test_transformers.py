@@ -96,7 +96,7 @@ def angles_of_a_call(tower, inputs):
 
 
 def test_what_is_swapped():
-    layers = {"FusedAttention", "FusedRMSNorm", "PaddedLinear"}
+    layers = {"FusedAttention", "FusedRMSNorm", "AlignedMLP"}
     assert kinds_of(accelerate(make_tower("qwen2_5"))) & layers == layers
     for family in ("qwen2", "qwen3"):
         assert kinds_of(accelerate(make_tower(family))) & layers == {"FusedAttention"}

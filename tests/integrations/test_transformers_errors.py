@@ -1,16 +1,17 @@
 """What `accelerate` refuses: one sentence that says why, and the model as it was."""
 
+import functools
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune
 
 from tests.integrations.hugging_face import CLASSES, bits_of, make_tower, snapshot
-from triton_kernels.integrations import layers
+from triton_kernels.integrations import transformers
 from triton_kernels.integrations.transformers import accelerate, accelerated, restore
 
 ROOT = Path(__file__).parents[2]
@@ -22,10 +23,6 @@ def assert_refused(model, error, message):
     with pytest.raises(error, match=message):
         accelerate(model)
     assert snapshot(model) == before
-
-
-class Quantised(nn.Linear):
-    """As other libraries do it: a linear layer of their own class."""
 
 
 @pytest.mark.parametrize("function", [accelerate, restore, lambda m: accelerated(m).__enter__()])
@@ -43,38 +40,18 @@ def test_another_family_of_transformers():
     assert_refused(model, TypeError, "Qwen2-VL, .*got CLIPVisionModel")
 
 
-@pytest.mark.parametrize("layer", ["gate_proj", "up_proj", "down_proj"])
-def test_a_quantised_layer_that_has_to_be_padded(layer):
-    sound, tower = make_tower("qwen2_5"), make_tower("qwen2_5")
-    getattr(tower.blocks[2].mlp, layer).__class__ = Quantised
-    both = nn.ModuleList([sound, tower])  # the first is not changed either
-    assert_refused(both, TypeError, rf"blocks\.2\.mlp\.{layer} has to be padded.*got Quantised")
-
-
-def prune_half(linear):
-    prune.l1_unstructured(linear, "weight", 0.5)
-
-
-@pytest.mark.parametrize("change", [prune_half, parametrizations.weight_norm])
-def test_a_reparametrised_layer_that_has_to_be_padded(change):
-    tower = make_tower("qwen2_5")
-    change(tower.blocks[1].mlp.up_proj)
-    assert_refused(tower, TypeError, r"blocks\.1\.mlp\.up_proj has to be padded.*type Tensor")
-
-
 @pytest.mark.parametrize(
     ("layer", "change", "undo"),
     [
-        ("mlp.up_proj", prune_half, lambda linear: prune.remove(linear, "weight")),
-        (
-            "mlp.up_proj",
-            parametrizations.orthogonal,
-            lambda linear: nn.utils.parametrize.remove_parametrizations(linear, "weight"),
-        ),
         (
             "norm1",
             lambda norm: nn.utils.parametrize.register_parametrization(norm, "weight", nn.ReLU()),
             lambda norm: nn.utils.parametrize.remove_parametrizations(norm, "weight"),
+        ),
+        (  # as offloading and dispatching to devices do
+            "attn",
+            lambda attention: setattr(attention, "forward", attention.forward),
+            lambda attention: delattr(attention, "forward"),
         ),
     ],
 )
@@ -92,30 +69,6 @@ def test_restore_refuses_what_another_library_has_changed(layer, change, undo):
     assert snapshot(restore(tower)) == before
 
 
-def test_a_quantised_layer_that_need_not_be_padded():
-    tower = make_tower("qwen2")
-    tower.blocks[0].mlp.fc1.__class__ = Quantised
-    tower.blocks[0].attn.qkv.__class__ = Quantised
-    assert type(accelerate(tower).blocks[0].attn.qkv) is Quantised
-    restore(tower)
-
-
-@pytest.mark.parametrize(
-    ("layer", "error", "message"),
-    [
-        ("mlp.up_proj", TypeError, r"blocks\.1\.mlp\.up_proj has to be padded.*DTensor"),
-        ("attn.qkv", ValueError, r"blocks\.1\.attn must hold its weights whole.*sharded"),
-    ],
-)
-def test_a_sharded_layer(mesh, layer, error, message):
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    tower = make_tower("qwen2_5").cpu()
-    linear = tower.blocks[1].get_submodule(layer)
-    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(0)]))
-    assert_refused(tower, error, message)
-
-
 def test_restore_refuses_a_tower_sharded_since(mesh):
     from torch.distributed.fsdp import fully_shard
 
@@ -123,27 +76,69 @@ def test_restore_refuses_a_tower_sharded_since(mesh):
     fully_shard(tower.blocks[1].attn, mesh=mesh)
     with pytest.raises(ValueError, match=r"blocks\.1\.attn must be .* got a FSDPFusedAttention"):
         restore(tower)
-    tower = accelerate(make_tower("qwen2_5").cpu())
-    fully_shard(tower, mesh=mesh)
-    with pytest.raises(
-        ValueError, match=r"blocks\.0\.mlp\.gate_proj must be .* got a PaddedLinear"
-    ):
-        restore(tower)
 
 
-@pytest.mark.parametrize("layer", ["attn.proj", "mlp.down_proj"])
-def test_weights_that_are_not_in_memory(layer):
+def test_an_attention_with_a_forward_of_its_own():
     tower = make_tower("qwen2_5")
-    tower.blocks[0].get_submodule(layer).to("meta")
-    assert_refused(tower, ValueError, r"blocks\.0\..*must hold its weights.*meta device")
+    tower.blocks[1].attn.forward = tower.blocks[1].attn.forward
+    assert_refused(tower, ValueError, r"blocks\.1\.attn has a forward of its own")
 
 
-@pytest.mark.parametrize("layer", ["attn", "norm2", "mlp.gate_proj"])
-def test_a_layer_with_a_forward_of_its_own(layer):
+def by_instance(module, monkeypatch):
+    monkeypatch.setitem(vars(module), "forward", wrapped(module.forward))
+
+
+def by_class(module, monkeypatch):
+    monkeypatch.setattr(type(module), "forward", wrapped(type(module).forward))
+
+
+def by_subclass(module, monkeypatch):
+    own = type(module)
+    names = {"__module__": own.__module__, "forward": wrapped(own.forward)}
+    module.__class__ = type(own.__name__, (own,), names)
+
+
+def wrapped(forward):
+    """What another library puts in a forward's place, under its name."""
+
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("replace", [by_instance, by_class, by_subclass])
+@pytest.mark.parametrize("part", ["", "blocks.0", "blocks.0.attn"])
+@pytest.mark.parametrize("family", CLASSES)
+def test_a_part_that_runs_another_librarys_code(monkeypatch, family, part, replace):
+    tower = make_tower(family)
+    replace(tower.get_submodule(part), monkeypatch)
+    name = part.replace(".", r"\.") or "the tower"
+    message = rf"{name} must run transformers' own code, got a \w+ with code of [\w.]*test_"
+    assert_refused(tower, ValueError, message)
+
+
+class Around(nn.Module):
+    """As adapter libraries put one around a module: all that is asked of it is the module's."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name):
+        module = super().__getattr__("module")
+        return module if name == "module" else getattr(module, name)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("part", ["blocks.0", "blocks.0.attn"])
+def test_a_part_within_another_librarys_module(part):
     tower = make_tower("qwen2_5")
-    module = tower.blocks[1].get_submodule(layer)
-    module.forward = module.forward
-    assert_refused(tower, ValueError, rf"blocks\.1\.{layer} has a forward of its own")
+    tower.set_submodule(part, Around(tower.get_submodule(part)))
+    assert_refused(tower, ValueError, r"must run transformers' own code, got a Around with code of")
 
 
 def test_a_head_that_the_kernel_does_not_take():
@@ -164,32 +159,31 @@ def test_a_head_that_the_kernel_does_not_take():
 @pytest.mark.parametrize("family", CLASSES)
 def test_a_version_whose_attention_has_another_signature(monkeypatch, family, forward):
     tower = make_tower(family)
-    monkeypatch.setattr(type(tower.blocks[0].attn), "forward", forward)
+    attention = type(tower.blocks[0].attn)
+    theirs = types.FunctionType(forward.__code__, attention.forward.__globals__)
+    monkeypatch.setattr(attention, "forward", theirs)
     message = r"\.forward of transformers [\d.]+ must take .*, got \(self, hidden_states"
     assert_refused(tower, RuntimeError, message)
 
 
-def test_an_error_leaves_every_bit():
-    tower = make_tower("qwen2_5")
-    tower.blocks[2].mlp.down_proj.__class__ = Quantised
-    bits = bits_of(tower)
-    with pytest.raises(TypeError, match="has to be padded"):
-        accelerate(tower)
-    assert all(torch.equal(tensor, bits[name]) for name, tensor in bits_of(tower).items())
+def test_an_error_leaves_every_tower():
+    sound, tower = make_tower("qwen2_5"), make_tower("qwen2_5")
+    tower.blocks[2].attn.forward = tower.blocks[2].attn.forward
+    assert_refused(nn.ModuleList([sound, tower]), ValueError, r"blocks\.2\.attn")
 
 
 def test_a_failure_midway_is_undone(monkeypatch):
     tower = make_tower("qwen2_5")
-    before, bits, pad = snapshot(tower), bits_of(tower), layers._pad
-    remaining = iter([pad, pad, pad])  # the first layer's weight and bias, the second one's weight
+    before, bits = snapshot(tower), bits_of(tower)
+    remaining = iter([transformers.stand_in] * 7)
 
-    def pad_until_memory_is_full(values, shape):
+    def stand_in_until_interrupted(*arguments):
         if (step := next(remaining, None)) is None:
-            raise torch.OutOfMemoryError("full")
-        return step(values, shape)
+            raise KeyboardInterrupt
+        return step(*arguments)
 
-    monkeypatch.setattr(layers, "_pad", pad_until_memory_is_full)
-    with pytest.raises(torch.OutOfMemoryError):
+    monkeypatch.setattr(transformers, "stand_in", stand_in_until_interrupted)
+    with pytest.raises(KeyboardInterrupt):
         accelerate(tower)
     assert snapshot(tower) == before
     assert all(torch.equal(tensor, bits[name]) for name, tensor in bits_of(tower).items())

@@ -91,7 +91,6 @@ def test_state_dicts_have_the_published_shapes():
     tower = make_tower("qwen2_5")
     published = {name: tensor.clone() for name, tensor in tower.state_dict().items()}
     accelerate(tower)
-    assert tower.blocks[0].mlp.down_proj.weight.shape == (64, 128)
     assert_same_bits(tower.state_dict(), published)
 
 
@@ -190,9 +189,7 @@ def test_gradients_and_state_dict_of_a_sharded_tower(mesh):
     tensors_of(fully_shard(tower, mesh=mesh)(*inputs))[-1].square().mean().backward()
     expected = dict(untouched.named_parameters())
     for name, parameter in tower.named_parameters():
-        grad = parameter.grad.full_tensor()
-        published = grad[tuple(map(slice, expected[name].shape))]
-        assert relative_error(published, expected[name].grad) < 1e-4, name
+        assert relative_error(parameter.grad.full_tensor(), expected[name].grad) < 1e-4, name
     whole = {name: tensor.full_tensor() for name, tensor in tower.state_dict().items()}
     assert_same_bits(whole, untouched.state_dict())
 
@@ -224,21 +221,6 @@ def test_a_model_made_in_inference_mode(mode):
     for result, same, exact in zip(results, restored, expected, strict=True):
         assert relative_error(result, exact) < 1e-5
         assert torch.equal(same, exact)
-
-
-def test_training_keeps_the_padding_at_zero():
-    tower = accelerate(make_tower("qwen2_5").train())
-    optimizer = torch.optim.AdamW(tower.parameters(), lr=0.1, weight_decay=0.1)
-    before = copy.deepcopy(tower.state_dict())
-    for _ in range(2):
-        optimizer.zero_grad()
-        tensors_of(tower(*random_inputs(tower, GRIDS["image"])))[-1].square().mean().backward()
-        optimizer.step()
-    mlp = tower.blocks[0].mlp
-    assert not torch.equal(mlp.down_proj.weight[:, :84], before["blocks.0.mlp.down_proj.weight"])
-    assert mlp.down_proj.weight[:, 84:].count_nonzero() == 0
-    for linear in (mlp.gate_proj, mlp.up_proj):
-        assert linear.weight[84:].count_nonzero() == linear.bias[84:].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

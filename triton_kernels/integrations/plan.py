@@ -87,11 +87,13 @@ def plan_call(tower: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]
 
     What the caller has precomputed takes precedence over the plan.
     """
-    grid_thw = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
-    if not isinstance(grid_thw, torch.Tensor) or "cu_seqlens" in kwargs:
+    given = dict(zip(("hidden_states", "grid_thw"), args, strict=False)) | kwargs
+    patches, grid_thw = given.get("hidden_states"), given.get("grid_thw")
+    tensors = isinstance(patches, torch.Tensor) and isinstance(grid_thw, torch.Tensor)
+    if not tensors or "cu_seqlens" in kwargs:
         return None
-    plan = _plan_of_grid(Geometry.of(tower), grid_thw, tower.patch_embed.proj.weight.device)
-    return args, plan | kwargs
+    # Where the call computes: weights may lie elsewhere between calls.
+    return args, _plan_of_grid(Geometry.of(tower), grid_thw, patches.device) | kwargs
 
 
 @torch.compiler.disable

@@ -6,10 +6,9 @@ transformers 4.57 and 5.
 
 import contextlib
 import inspect
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from triton_kernels.checks import MAX_HEAD_DIM
@@ -17,13 +16,11 @@ from triton_kernels.integrations.layers import (
     ExactFrequencies,
     FusedAttention,
     FusedRMSNorm,
-    PaddedLinear,
     StandIn,
-    aligned_width,
-    holds_plain_parameters,
     put_back,
     stand_in,
 )
+from triton_kernels.integrations.mlp import AlignedMLP
 from triton_kernels.integrations.plan import Geometry, plan_call
 
 try:
@@ -52,6 +49,9 @@ TOWERS = (
 _NEEDED = {"hidden_states", "cu_seqlens", "position_embeddings"}
 _KNOWN = _NEEDED | {"rotary_pos_emb", "max_seqlen"}
 _HOOK = "_fused_rope_attention_hook"
+# Whose functions a tower and its blocks may run: the model's own, and those that only go on to it,
+# compiled for instance, or when weights have been brought over.
+_OWN = {"transformers", "torch", "accelerate"}
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -60,31 +60,31 @@ def accelerate(model: Model) -> Model:
     """Run a model's vision tower on the fused attention kernel.
 
     The attention of every layer becomes `fused_rope_attention_qkvpacked`; an MLP whose width shuts
-    out the fast matrix kernels is stored wider, filled up with zeros (3420 as 3456), which changes
-    no result; RMSNorm becomes PyTorch's; rotary frequencies that were cast along with the model are
-    put right; and what depends on the image sizes alone is worked out once per size, not on every
-    call. Modules and parameters remain the objects that they are.
+    out the fast matrix kernels computes at an aligned width (3420 as 3456 in 16 bits), which
+    changes no result; RMSNorm becomes PyTorch's; rotary frequencies that are cast along with the
+    model are computed in fp32 all the same; and what depends on the image sizes alone is worked out
+    once per size, not on every call.
 
-    `state_dict`, `load_state_dict` and `save_pretrained` keep the published shapes (in a state dict
-    as views, which `safetensors.torch.save_file` wants made contiguous first). The padded
-    parameters themselves are wider, so accelerate before making an optimizer of them or wrapping
-    the model for several processes, and run a backward pass on the same side of the change as its
-    forward pass. Adapters (LoRA) on the padded layers, Qwen2.5-VL's MLP, would miss that width.
+    Modules, parameters and buffers remain the objects that they are, unchanged in shape, storage
+    and class: all else is derived from them in each call. So optimizers, adapters, sharding,
+    offloading and CUDA graphs may come before or after, but for libraries that give layers a
+    forward of their own: accelerate before these. A norm, MLP or rotary embedding that runs another
+    library's code is left as it is, and so are layers within an MLP (adapters, quantised ones),
+    which are called. Run a backward pass on the same side of the change as its forward pass.
     Attention on a CPU and its backward pass anywhere run through the reference.
 
     Args:
         model: a Hugging Face Qwen2-VL, Qwen2.5-VL or Qwen3-VL model, with or without its head, or
             its vision tower; bf16, fp16 or fp32, in training or not. One that is accelerated
-            already stays as it is. Casting it afterwards rounds the rotary frequencies too.
+            already stays as it is.
 
     Returns:
         `model` itself.
 
     Raises:
-        TypeError: no vision tower of these families in it, or a layer that has to be padded and
-            can't be, because it is quantised, sharded or reparametrised.
-        ValueError: a layer whose weights are sharded or not in memory, or that another library has
-            given a forward of its own, or a head_dim that the kernel does not take.
+        TypeError: no vision tower of these families in it.
+        ValueError: a tower, block or attention that runs another library's code, or a head_dim that
+            the kernel does not take.
         RuntimeError: a transformers version whose attention has another signature.
 
     After an error the model is as it was.
@@ -94,7 +94,7 @@ def accelerate(model: Model) -> Model:
 
 
 def restore(model: Model) -> Model:
-    """Undo `accelerate`: classes, shapes, bits and hooks are what they were.
+    """Undo `accelerate`: classes and hooks are what they were.
 
     Args:
         model: as for `accelerate`; one that is not accelerated stays as it is.
@@ -104,8 +104,8 @@ def restore(model: Model) -> Model:
 
     Raises:
         TypeError: no vision tower of these families in it.
-        ValueError: another library has changed a layer since (parametrised, pruned or sharded it,
-            for instance), which has to be undone first; nothing is changed.
+        ValueError: another library has changed a layer since (sharded or offloaded it, say),
+            which has to be undone first; nothing is changed.
     """
     _restore(_find_towers(model))
     return model
@@ -143,7 +143,7 @@ def _accelerate(towers: list[nn.Module]) -> list[nn.Module]:
     try:
         for tower in towers:
             _change(tower)
-    except BaseException:  # no memory left for the padding, for instance
+    except BaseException:  # an interrupt, for instance
         _restore(towers)
         raise
     return towers
@@ -152,15 +152,18 @@ def _accelerate(towers: list[nn.Module]) -> list[nn.Module]:
 def _change(tower: nn.Module) -> None:
     window = Geometry.of(tower).longest_window
     for index, block in enumerate(tower.blocks):
-        stand_in(block.attn, FusedAttention)
+        attention = _inner(_inner(block).attn)
+        stand_in(attention, FusedAttention)
         if window is not None and index not in tower.fullatt_block_indexes:
-            block.attn.longest_window = window
-    for _, norm in _rms_norms(tower):
-        stand_in(norm, FusedRMSNorm)
-    if tower.rotary_pos_emb.inv_freq.dtype != torch.float32:
-        stand_in(tower.rotary_pos_emb, ExactFrequencies)
-    for _, linear in _misaligned(tower):
-        stand_in(linear, PaddedLinear)
+            attention.longest_window = window
+    for module in list(tower.modules()):
+        for kind, role in (
+            ("RMSNorm", FusedRMSNorm),
+            ("VisionRotaryEmbedding", ExactFrequencies),
+            ("VLMLP", AlignedMLP),  # the gated one, Qwen2.5-VL's
+        ):
+            if _is_own(module, kind, tower) and "forward" not in vars(module):
+                stand_in(module, role)
     setattr(tower, _HOOK, tower.register_forward_pre_hook(plan_call, with_kwargs=True))
 
 
@@ -185,42 +188,23 @@ def _stand_ins(tower: nn.Module) -> list[tuple[str, StandIn]]:
     return [(n, m) for n, m in tower.named_modules() if isinstance(m, StandIn)]
 
 
-def _rms_norms(tower: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(n, m) for n, m in tower.named_modules() if hasattr(m, "variance_epsilon")]
-
-
-def _misaligned(tower: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of the gated MLPs whose width has to be padded: gate and up, then down."""
-    return [
-        (f"blocks.{index}.mlp.{name}", getattr(block.mlp, name))
-        for index, block in enumerate(tower.blocks)
-        if hasattr(block.mlp, "gate_proj")
-        and aligned_width(block.mlp.intermediate_size) != block.mlp.intermediate_size
-        for name in ("gate_proj", "up_proj", "down_proj")
-    ]
-
-
 def _check(tower: nn.Module) -> None:
-    attentions = [(f"blocks.{i}.attn", block.attn) for i, block in enumerate(tower.blocks)]
-    for attention in {type(attention) for _, attention in attentions}:
-        _check_signature(attention)
-    for name, attention in attentions:
+    _check_own("the tower", tower, "", tower)
+    for index, block in enumerate(map(_inner, tower.blocks)):
+        _check_own(f"blocks.{index}", block, "VisionBlock", tower)
+        name, attention = f"blocks.{index}.attn", _inner(block.attn)
+        _check_own(name, attention, "VisionAttention", tower)
+        _check_signature(type(attention))
+        if "forward" in vars(attention):
+            raise ValueError(
+                f"{name} has a forward of its own, put there by another library (a device_map over "
+                "several devices has it done), that would hide ours: accelerate the model before"
+            )
         if attention.head_dim % 8 or not 8 <= attention.head_dim <= MAX_HEAD_DIM:
             raise ValueError(
                 f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {attention.head_dim} "
                 f"in {name}"
             )
-    misaligned = _misaligned(tower)
-    for name, linear in misaligned:
-        if type(linear) is not nn.Linear or not holds_plain_parameters(linear):
-            kind = type(getattr(linear, "weight", None)).__name__
-            raise TypeError(
-                f"{name} has to be padded, for which it must be a torch.nn.Linear that is neither "
-                "quantised, sharded nor reparametrised (pruned, for instance), "
-                f"got {type(linear).__name__} with a weight of type {kind}"
-            )
-    for name, module in [*attentions, *_rms_norms(tower), *misaligned]:
-        _check_unhooked(name, module)
 
 
 def _check_signature(attention: type[nn.Module]) -> None:
@@ -235,16 +219,49 @@ def _check_signature(attention: type[nn.Module]) -> None:
         )
 
 
-def _check_unhooked(name: str, module: nn.Module) -> None:
-    if "forward" in vars(module):
+def _check_own(name: str, module: nn.Module, kind: str, tower: nn.Module) -> None:
+    if not _is_own(module, kind, tower):
+        home = _foreign_home(_forward_of(module)) or type(module).__module__
         raise ValueError(
-            f"{name} has a forward of its own, put there by another library (a device_map over "
-            "several devices has it done), that would hide ours: accelerate the model before"
+            f"{name} must run transformers' own code, got a {type(module).__name__} with code of "
+            f"{home}, which ours may not fit: accelerate the model without it"
         )
-    for parameter in module.parameters():
-        if parameter.is_meta or hasattr(parameter, "device_mesh"):
-            kind = "on the meta device (offloaded?)" if parameter.is_meta else "sharded"
-            raise ValueError(f"{name} must hold its weights whole and in memory, got them {kind}")
+
+
+def _is_own(module: nn.Module, kind: str, tower: nn.Module) -> bool:
+    """Whether a module runs a class of the tower's own file whose name ends like that, unpatched.
+
+    It may be of a class derived from it, as FSDP gives modules, that adds no forward.
+    """
+    files = [cls.__module__ for cls in TOWERS if isinstance(tower, cls)]
+    named = any(c.__module__ in files and c.__name__.endswith(kind) for c in type(module).__mro__)
+    return named and _foreign_home(_forward_of(module)) is None
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """A module without what PyTorch puts around one: to compile it, shard it or keep less of it."""
+    while type(module).__module__.startswith("torch.") and len(list(module.children())) == 1:
+        (module,) = module.children()
+    return module
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    return vars(module).get("forward", type(module).forward)
+
+
+def _foreign_home(forward: Callable[..., Any]) -> str | None:
+    """Where the first of a forward's functions, each wrapping the next, is from that is not _OWN.
+
+    By where a function finds its globals: wrappers take on the names of what they wrap.
+    """
+    while forward is not None:
+        function = getattr(forward, "func", forward)  # of a functools.partial
+        function = getattr(function, "__func__", function)  # of a bound method
+        home = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+        if home.partition(".")[0] not in _OWN:
+            return home
+        forward = getattr(forward, "__wrapped__", None)
+    return None
 
 
 def _names(classes: tuple[type, ...]) -> str:

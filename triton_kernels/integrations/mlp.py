@@ -1,0 +1,193 @@
+"""The gated MLP of a Hugging Face tower, where its width shuts out the fast matrix kernels.
+
+Those take only rows of whole 16 bytes. Qwen2.5-VL 7B's MLP is 3420 wide, which is 6,840 bytes in 16
+bits, and its last product takes 3.8 times as long as one of 3456. So that product's operands, the
+activation and a copy of the weight, are laid out with rows of 3456, filled up with zeros, which
+changes no result.
+
+The parameters stay as they are. The copy is made in every call, by the kernel that activates: of
+what is not remembered nothing can be older than the parameter, however that is changed, and a CUDA
+graph makes it too. A copy takes 6 us of an H200, which the activation's own kernel saves.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from triton_kernels.integrations.layers import StandIn
+from triton_kernels.kernels.gated import aligned_operands_kernel
+from triton_kernels.launching.fast_path import goes_unseen, plans
+from triton_kernels.launching.launch import Call, binary_of, launch_kernel
+from triton_kernels.launching.table import Launch, next_power_of_2
+
+try:
+    from transformers.activations import SiLUActivation
+except ImportError:  # transformers 4.57 has PyTorch's
+    _SILUS = (nn.SiLU,)
+else:
+    _SILUS = (nn.SiLU, SiLUActivation)
+
+# In bytes: the fast matrix kernels take rows of whole 16, and like those of whole 128.
+_ACCEPTED = 16
+_STORED = 128
+
+# A program has one row; a row of 3,456 channels is 16 values a thread.
+_LAUNCH = Launch(block=1, block_k=1, num_warps=8, num_stages=1)
+
+# Of a layer and of activations that the kernel knows, as PyTorch and transformers have them.
+_LINEAR = {nn.Linear: nn.Linear.forward}
+_SILU = {cls: cls.forward for cls in _SILUS}
+
+
+class AlignedMLP(StandIn):
+    """down(silu(gate(x)) x up(x)), the last product's operands aligned while it is computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """From [tokens, channels] to the same."""
+        down = self.down_proj
+        if not (is_misaligned(x, self.intermediate_size) and is_plain(down)):
+            return super().forward(x)
+        if self._runs_kernel(x):
+            gate, up = self.gate_proj, self.up_proj
+            operands = x, gate.weight, gate.bias, up.weight, up.bias, down.weight
+            # The operator is slower to call: it is for who would miss the call.
+            find = _aligned_operands if goes_unseen((x,)) else _operator
+            return F.linear(*find(*operands), down.bias)
+        hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        weight = down.weight
+        tail = 0, aligned_width(weight) - weight.shape[1]
+        return F.linear(F.pad(hidden, tail), F.pad(weight, tail), down.bias)
+
+    def _runs_kernel(self, x: torch.Tensor) -> bool:
+        """Whether the kernel computes what the modules would, called one by one, and may do so."""
+        linears = self.gate_proj, self.up_proj, self.down_proj
+        if not (is_own(self.act_fn, _SILU) and all(map(is_plain, linears))):
+            return False
+        parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
+        if any(p is None or p.dtype != x.dtype or p.device != x.device for p in parameters):
+            return False
+        recorded = torch.is_grad_enabled() and any(p.requires_grad for p in (x, *parameters))
+        return not recorded and x.ndim == 2 and not torch.is_autocast_enabled(x.device.type)
+
+
+def is_misaligned(x: torch.Tensor, width: int) -> bool:
+    """Whether x is on a GPU whose fast kernels refuse rows of this width, in x's dtype."""
+    if not x.is_cuda:
+        return False
+    autocast = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if autocast else x.dtype
+    return width * dtype.itemsize % _ACCEPTED != 0
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether calling a layer is the product with its weight and bias, and nothing else.
+
+    Then they may be read instead. Adapters, quantised, pruned and parametrised layers, sharded,
+    partitioned and offloaded weights, and whoever hooks the layer or replaces its forward, need the
+    call.
+    """
+    if not is_own(linear, _LINEAR):
+        return False
+    weight, bias = linear.weight, linear.bias
+    kinds = nn.Parameter, torch.Tensor  # FSDP puts plain tensors in the parameters' place
+    return (
+        type(weight) in kinds
+        and weight.shape == (linear.out_features, linear.in_features)
+        and weight.is_contiguous()
+        and not weight.is_meta
+        and (bias is None or (type(bias) in kinds and bias.shape == weight.shape[:1]))
+    )
+
+
+def is_own(module: nn.Module, forwards: dict[type[nn.Module], Callable]) -> bool:
+    """Whether a module runs one of these forwards of these classes, and nobody hooks its calls."""
+    cls = type(module)
+    return forwards.get(cls) is cls.forward and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _has_any_global_hook()
+        or "forward" in module.__dict__
+    )
+
+
+def aligned_width(weight: torch.Tensor) -> int:
+    """The width at which a weight's rows are stored: 3420 in 16 bits becomes 3456."""
+    unit = _STORED // weight.itemsize
+    return -(-weight.shape[1] // unit) * unit
+
+
+def _aligned_operands(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    gate_bias: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor,
+    down_weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the last product multiplies: silu(gate) x up, and the weight, filled up with zeros.
+
+    Args:
+        x: [tokens, channels], of the parameters' dtype and device.
+        gate_weight, up_weight: [width, channels].
+        gate_bias, up_bias: [width].
+        down_weight: [rows, width], contiguous.
+
+    Returns:
+        [tokens, stored] and [rows, stored], stored being `aligned_width`.
+    """
+    (tokens, _), (rows, width) = x.shape, down_weight.shape
+    stored = aligned_width(down_weight)
+    hidden, weight = x.new_empty(tokens, stored), x.new_empty(rows, stored)
+    # A product of fp16 may be too large for fp16 before its bias is added.
+    biased = x.dtype != torch.float16
+    if biased:
+        products = x.new_empty(2, tokens, stored)  # rows that a product likes to write
+        gate, up = products[..., :width].unbind()
+        torch.mm(x, gate_weight.t(), out=gate)
+        torch.mm(x, up_weight.t(), out=up)
+    else:
+        gate, up = F.linear(x, gate_weight, gate_bias), F.linear(x, up_weight, up_bias)
+    tensors = gate, up, gate_bias, up_bias, down_weight, hidden, weight
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    at_16 = all(address % 16 == 0 for address in addresses)
+    form = x.dtype, x.device, tokens, rows, width, stored, gate.stride(0), biased, at_16
+    call = plans.get(form)
+    if call is None:
+        call = plans[form] = _call(*form)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        launch_kernel(call, tensors, addresses)
+    return hidden, weight
+
+
+def _call(
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int,
+    rows: int,
+    width: int,
+    stored: int,
+    pitch: int,
+    biased: bool,
+    at_16: bool,
+) -> Call:
+    kernel = aligned_operands_kernel
+    constants = width, pitch, stored, next_power_of_2(stored), biased
+    binary = binary_of(kernel, dtype, device, constants, _LAUNCH) if at_16 else None
+    return Call(kernel, tokens + rows, _LAUNCH, (tokens,), constants, device.index, binary)
+
+
+_operator = torch.library.custom_op(
+    "fused_rope_attention::aligned_operands", _aligned_operands, mutates_args=()
+)
+
+
+@_operator.register_fake
+def _(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = weights[-1]
+    stored = aligned_width(weight)
+    return x.new_empty(x.shape[0], stored), weight.new_empty(weight.shape[0], stored)
