@@ -181,6 +181,12 @@ def test_what_walks_parameters_writes_a_checkpoint_that_loads(tmp_path):
     assert torch.equal(embed(other), embed(tower))
 
 
+_OF_CPUS = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="of CPUs, for which a GPU's Triton compiles nothing"
+)
+
+
+@_OF_CPUS
 @pytest.mark.filterwarnings("ignore")  # FSDP1 is on its way out, and says so
 @pytest.mark.parametrize("whole", [True, False])
 def test_fsdp1_loads_what_it_is_given(mesh, whole, aligned):
@@ -203,6 +209,7 @@ def test_fsdp1_loads_what_it_is_given(mesh, whole, aligned):
         assert relative_error(embed(sharded, inputs), embed(expected, inputs)) < TOLERANCE
 
 
+@_OF_CPUS
 @pytest.mark.parametrize("before", [True, False])
 def test_fsdp2_loads_its_own_checkpoint(mesh, before, aligned):
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict

@@ -145,13 +145,9 @@ def _aligned_operands(
     hidden, weight = x.new_empty(tokens, stored), x.new_empty(rows, stored)
     # A product of fp16 may be too large for fp16 before its bias is added.
     biased = x.dtype != torch.float16
-    if biased:
-        products = x.new_empty(2, tokens, stored)  # rows that a product likes to write
-        gate, up = products[..., :width].unbind()
-        torch.mm(x, gate_weight.t(), out=gate)
-        torch.mm(x, up_weight.t(), out=up)
-    else:
-        gate, up = F.linear(x, gate_weight, gate_bias), F.linear(x, up_weight, up_bias)
+    gate, up = x.new_empty(2, tokens, stored)[..., :width].unbind()
+    for linear in ((gate, gate_weight, gate_bias), (up, up_weight, up_bias)):
+        _product(x, *linear, biased)
     tensors = gate, up, gate_bias, up_bias, down_weight, hidden, weight
     addresses = [tensor.data_ptr() for tensor in tensors]
     at_16 = all(address % 16 == 0 for address in addresses)
@@ -162,6 +158,18 @@ def _aligned_operands(
     with torch.cuda.device_of(x):  # Triton launches on the current device
         launch_kernel(call, tensors, addresses)
     return hidden, weight
+
+
+def _product(
+    x: torch.Tensor, out: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, biased: bool
+) -> None:
+    """x weight^T into out, in two parts: fast kernels write whole 16 bytes of a row."""
+    whole = weight.shape[0] // (_ACCEPTED // x.itemsize) * (_ACCEPTED // x.itemsize)
+    for part in (slice(whole), slice(whole, None)):
+        if biased:
+            torch.mm(x, weight[part].t(), out=out[:, part])
+        else:
+            torch.addmm(bias[part], x, weight[part].t(), out=out[:, part])
 
 
 def _call(
