@@ -98,11 +98,13 @@ def _call(tensors: tuple[torch.Tensor, ...], options: Options) -> torch.Tensor:
         addresses, place = locate(tensors)
         return attend(tensors, options, addresses, place)
     check_arguments(tensors, *options)
-    max_seqlen, scale, *others = options
+    max_seqlen, scale, fuse, implementation = options
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
-    operators = torch.ops.fused_rope_attention
-    operator = operators.qkvpacked if len(tensors) == 4 else operators.varlen
-    return operator.default(*tensors, _bound(max_seqlen), scale, *others)
+    name = "qkvpacked" if len(tensors) == 4 else "varlen"
+    # What waits for the GPU is an operator of its own, of which no CUDA graph is captured.
+    waits = "_waiting" if max_seqlen is None or implementation == "reference" else ""
+    operator = getattr(torch.ops.fused_rope_attention, name + waits)
+    return operator.default(*tensors, _bound(max_seqlen), scale, fuse, implementation)
 
 
 def attend(
