@@ -7,7 +7,7 @@ changes no result.
 
 The parameters stay as they are. The copy is made in every call, by the kernel that activates: of
 what is not remembered nothing can be older than the parameter, however that is changed, and a CUDA
-graph makes it too. A copy takes 6 us of an H200, which the activation's own kernel saves.
+graph makes it too. PyTorch's activation is two kernels, this one with the copy is one.
 """
 
 import torch
