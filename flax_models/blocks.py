@@ -207,6 +207,32 @@ def _add_product(residual: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Ar
     return jax.lax.platform_dependent(residual, x, weight, cuda=add_in_place, default=add)
 
 
+class _Product(nnx.Module):
+    """Base of products that a kernel goes on from, or adds to.
+
+    No Linear: what an adapter adds to a layer's result would miss the rest.
+    """
+
+    def __init__(self, in_features: int, out_features: int, dtype: DTypeLike) -> None:
+        self.weight = nnx.Param(jnp.zeros((out_features, in_features), dtype))
+
+
+class SummedProduct(_Product):
+    """residual + x weight^T."""
+
+    def __call__(self, residual: jax.Array, x: jax.Array) -> jax.Array:
+        return _add_product(residual, x, self.weight[...])
+
+
+class GatedProduct(_Product):
+    """Gate and up in one product, their norm and the activation: see `gated_product`."""
+
+    def __call__(
+        self, residual: jax.Array, biases: Biases, eps: float, implementation: str
+    ) -> jax.Array:
+        return gated_product(residual, self.weight[...], biases, eps, implementation)
+
+
 class LateNormMLP(nnx.Module):
     """norm2, MLP and residual sum of a layer, the norm as `flax_models.gated` applies it.
 
@@ -216,17 +242,16 @@ class LateNormMLP(nnx.Module):
     def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
         hidden, width = config.hidden_size, config.aligned_intermediate_size
         self.eps = config.norm_eps
-        self.gate_up = Linear(hidden, 2 * width, dtype, use_bias=False)
+        self.gate_up = GatedProduct(hidden, 2 * width, dtype)
         self.stream_bias = nnx.Param(jnp.zeros((hidden,), dtype))
         self.product_bias = nnx.Param(jnp.zeros((2 * width,), unnormed_dtype(dtype)))
         self.bias = nnx.Param(jnp.zeros((2 * width,), dtype))
-        self.down = Linear(width, hidden, dtype, use_bias=False)
+        self.down = SummedProduct(width, hidden, dtype)
 
     def __call__(self, residual: jax.Array, implementation: str) -> jax.Array:
-        weight = self.gate_up.weight[...]
         biases = Biases(self.stream_bias[...], self.product_bias[...], self.bias[...])
-        activated = gated_product(residual, weight, biases, self.eps, implementation)
-        return _add_product(residual, activated, self.down.weight[...])
+        activated = self.gate_up(residual, biases, self.eps, implementation)
+        return self.down(residual, activated)
 
 
 class LateNormBlock(nnx.Module):

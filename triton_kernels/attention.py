@@ -9,7 +9,7 @@ from triton_kernels.checks import MAX_TOKENS, check_arguments
 from triton_kernels.launching.choose import auto_fuse, launch_source
 from triton_kernels.launching.fast_path import Place, goes_unseen, locate, plans
 from triton_kernels.launching.plan import launch_plan, make_plan
-from triton_kernels.reference import rope_attention_reference
+from triton_kernels.reference import check_may_wait, rope_attention_reference
 
 # max_seqlen, scale, fuse and implementation, as they are passed.
 Options = tuple[int | None, float | None, str, str]
@@ -62,7 +62,8 @@ def fused_rope_attention(
             implementation="kernel" where it cannot run.
         NotImplementedError: forward-mode differentiation.
         RuntimeError: a derivative by torch.func or, with is_grads_batched, of many results at once,
-            which PyTorch refuses.
+            which PyTorch refuses; or a CUDA graph is captured of what waits for the GPU, which
+            max_seqlen=None and a backward pass do. (torch.compile leaves both out of its graphs.)
 
     Differentiable in q, k, v, cos and sin in reverse mode, repeatedly: the backward pass runs
     through the reference.
@@ -97,11 +98,13 @@ def _call(tensors: tuple[torch.Tensor, ...], options: Options) -> torch.Tensor:
         addresses, place = locate(tensors)
         return attend(tensors, options, addresses, place)
     check_arguments(tensors, *options)
-    max_seqlen, scale, *others = options
+    max_seqlen, scale, fuse, implementation = options
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
-    operators = torch.ops.fused_rope_attention
-    operator = operators.qkvpacked if len(tensors) == 4 else operators.varlen
-    return operator.default(*tensors, _bound(max_seqlen), scale, *others)
+    name = "qkvpacked" if len(tensors) == 4 else "varlen"
+    # What waits for the GPU is an operator of its own, of which no CUDA graph is captured.
+    waits = "_waiting" if max_seqlen is None or implementation == "reference" else ""
+    operator = getattr(torch.ops.fused_rope_attention, name + waits)
+    return operator.default(*tensors, _bound(max_seqlen), scale, fuse, implementation)
 
 
 def attend(
@@ -130,6 +133,7 @@ def attend(
         if not kernel:
             return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
         if max_seqlen is None:
+            check_may_wait(q, "max_seqlen=None, to be read from cu_seqlens,")
             max_seqlen = cu_seqlens.long().diff().max()  # hostile lengths may pass 32 bits
         max_seqlen = _bound(int(max_seqlen))  # Triton launches no numbers of NumPy's
         source = launch_source(q.device.index)

@@ -14,11 +14,15 @@ _ARGUMENTS = (
     "str implementation"
 )
 _library = torch.library.Library("fused_rope_attention", "DEF")
-_library.define(f"varlen(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> Tensor")
-_library.define(f"qkvpacked(Tensor qkv, {_ARGUMENTS}) -> Tensor")
+# What waits for the GPU, which torch.compile is told: it captures no CUDA graph of it.
+_WAITS = (torch.Tag.cudagraph_unsafe,)
+for _suffix, _tags in (("", ()), ("_waiting", _WAITS)):
+    for _qkv in ("varlen{}(Tensor q, Tensor k, Tensor v", "qkvpacked{}(Tensor qkv"):
+        _library.define(f"{_qkv.format(_suffix)}, {_ARGUMENTS}) -> Tensor", tags=_tags)
 _library.define(
     "backward(Tensor grad, Tensor[] tensors, Tensor cu_seqlens, float scale, bool[] needed)"
-    " -> Tensor[]"
+    " -> Tensor[]",
+    tags=_WAITS,
 )
 
 
@@ -101,7 +105,7 @@ def _register(name: str, function: Callable, fake: Callable) -> None:
 
 
 _register("backward", _differentiate, _like_needed)
-for _name in ("varlen", "qkvpacked"):
+for _name in ("varlen", "qkvpacked", "varlen_waiting", "qkvpacked_waiting"):
     _register(_name, _attend, _like_q)
     torch.library.register_autograd(
         f"fused_rope_attention::{_name}", _backward, setup_context=_save, lib=_library

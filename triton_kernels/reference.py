@@ -8,6 +8,12 @@ import torch
 QUERY_BLOCK = 1024
 
 
+def check_may_wait(x: torch.Tensor, what: str) -> None:
+    """Raise a RuntimeError if a CUDA graph is captured, in which nothing may wait for the GPU."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{what} waits for the GPU: no CUDA graph can be captured of it")
+
+
 def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Split-half (NeoX) rotation in fp32, then back to the dtype of x.
 
@@ -37,7 +43,11 @@ def rope_attention_reference(
     fp32; products of fp32 tensors are as exact as torch.set_float32_matmul_precision says. Tokens
     of no segment get 0; a value of cu_seqlens that is below an earlier one counts as that one, and
     one outside the tensors as their nearer end. Waits for the GPU.
+
+    Raises:
+        RuntimeError: a CUDA graph is captured.
     """
+    check_may_wait(q, "the reference, by which gradients are computed too,")
     tokens = q.shape[0]
     q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
     bounds = list(itertools.accumulate(cu_seqlens.clamp(0, tokens).tolist(), max))

@@ -13,6 +13,7 @@ from compare.torch_tower.gated import add_product
 from compare.torch_tower.gated_product import gated_product
 from flax_models import VisionConfig
 from flax_models.common.weights import Biases
+from triton_kernels.integrations.plain import is_plain
 
 
 class RMSNorm(nn.Module):
@@ -69,6 +70,35 @@ class PositionTable(nn.Module):
         return (self.weight[corners].float() * weights).sum(dim=1)
 
 
+class _Product(nn.Module):
+    """Base of products that a kernel goes on from, or adds to.
+
+    No nn.Linear: what an adapter adds to a layer's result would miss the rest, so that adapter
+    libraries have to refuse it. Its forward is called, for whoever hooks it.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear does
+
+
+class SummedProduct(_Product):
+    """residual += x weight^T."""
+
+    def forward(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        add_product(residual, x, self.weight)
+
+
+class GatedProduct(_Product):
+    """Gate and up in one product, their norm and the activation: see `gated_product`."""
+
+    def forward(
+        self, residual: torch.Tensor, biases: Biases, eps: float, implementation: str
+    ) -> torch.Tensor:
+        return gated_product(residual, self.weight, biases, eps, implementation)
+
+
 class Attention(nn.Module):
     """Self-attention within segments, without the product `proj` that the block ends it by."""
 
@@ -77,8 +107,8 @@ class Attention(nn.Module):
         self.num_heads = config.num_heads
         self.head_dim = config.head_dim
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        proj_bias = not config.family.late_norm
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size, proj_bias)
+        proj = SummedProduct if config.family.late_norm else nn.Linear
+        self.proj = proj(config.hidden_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
         tokens = x.shape[0]
@@ -92,7 +122,8 @@ def _quick_gelu(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gelu_tanh(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    if x.is_cuda:  # cuBLAS applies it to the product; on a CPU the operator is the exact GELU
+    # cuBLAS applies it to the product; on a CPU the operator is the exact GELU.
+    if x.is_cuda and is_plain(linear):
         return torch._addmm_activation(linear.bias, x, linear.weight.t(), use_gelu=True)
     return F.gelu(linear(x), approximate="tanh")
 
@@ -147,16 +178,15 @@ class LateNormMLP(nn.Module):
         super().__init__()
         hidden, width = config.hidden_size, config.aligned_intermediate_size
         self.eps = config.norm_eps
-        self.gate_up = nn.Linear(hidden, 2 * width, bias=False)
+        self.gate_up = GatedProduct(hidden, 2 * width)
         self.stream_bias = nn.Parameter(torch.zeros(hidden))
         self.product_bias = nn.Parameter(torch.zeros(2 * width))
         self.bias = nn.Parameter(torch.zeros(2 * width))
-        self.down = nn.Linear(width, hidden, bias=False)
+        self.down = SummedProduct(width, hidden)
 
     def forward(self, residual: torch.Tensor, implementation: str) -> None:
         biases = Biases(self.stream_bias, self.product_bias, self.bias)
-        activated = gated_product(residual, self.gate_up.weight, biases, self.eps, implementation)
-        add_product(residual, activated, self.down.weight)
+        self.down(residual, self.gate_up(residual, biases, self.eps, implementation))
 
 
 class LateNormBlock(nn.Module):
@@ -176,7 +206,7 @@ class LateNormBlock(nn.Module):
         self, x: torch.Tensor, normed: torch.Tensor, segments: Segments, next_norm: nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """From x and norm1(x) to the layer's output y, in the memory of x, and next_norm(y)."""
-        add_product(x, self.attn(normed, segments), self.attn.proj.weight)
+        self.attn.proj(x, self.attn(normed, segments))
         self.mlp(x, segments.implementation)
         return x, next_norm(x)
 

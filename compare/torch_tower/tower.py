@@ -128,7 +128,8 @@ class VisionTower(nn.Module):
 
         The first call of each bucket records a CUDA graph, where there are graphs. What is written
         to the parameters takes effect, and so do `to` and `load_state_dict`; after a parameter is
-        replaced by other means, `graphs.clear()` has to follow.
+        replaced by other means, or a module, `graphs.clear()` has to follow. A hook of a module is
+        called while a graph is recorded, not when it is replayed.
 
         Args:
             pixel_values: [tokens, patch_dim] floating, the patches of all images as `preprocess`

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -166,6 +168,69 @@ def test_fake_tensors_tell_shape_dtype_and_layout(packed):
     real = attend(packed, *arguments_of(packed, dtype="bfloat16"))
     assert (result.shape, result.dtype, result.device) == (real.shape, real.dtype, real.device)
     assert result.stride() == real.stride()
+
+
+# By mode="reduce-overhead" for instance: in a capture nothing may wait for the GPU.
+@both_forms
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [
+        ({"max_seqlen": 16}, False),
+        ({"max_seqlen": None}, True),
+        ({"max_seqlen": 16, "implementation": "reference"}, True),
+    ],
+)
+def test_a_compiler_is_told_what_no_cuda_graph_can_hold(packed, options, waits):
+    torch.compiler.reset()
+    found = []
+
+    def collect(graph, _):
+        operators = [n.target for n in graph.graph.nodes if "fused_rope" in str(n.target)]
+        found.extend(operators)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=collect, bw_compiler=collect)
+    arguments = arguments_of(packed, requires_grad=True)
+    compiled = torch.compile(lambda *x: attend(packed, *x, **options), backend=backend)
+    compiled(*arguments).sum().backward()
+    forward, backward = (torch.Tag.cudagraph_unsafe in operator.tags for operator in found)
+    assert forward == waits
+    assert backward, "gradients run through the reference"
+
+
+@pytest.mark.gpu
+@both_forms
+@pytest.mark.parametrize("max_seqlen", [None, 16])
+def test_reduced_overhead(packed, max_seqlen):
+    torch.compiler.reset()
+
+    def loss(*x):
+        return attend(packed, *x, max_seqlen=max_seqlen).square().sum()
+
+    compiled = torch.compile(loss, mode="reduce-overhead")
+    for _ in range(4):  # warmed up, captured, replayed
+        gradients = []
+        for function in (compiled, loss):
+            arguments = arguments_of(packed, requires_grad=True)
+            function(*arguments).backward()
+            gradients.append([x.grad for x in arguments[:-1]])
+        for ours, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, expected)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*arguments), loss(*arguments))
+
+
+@pytest.mark.gpu
+@both_forms
+@pytest.mark.parametrize(
+    "options", [{"max_seqlen": None}, {"max_seqlen": 16, "implementation": "reference"}]
+)
+def test_a_capture_of_what_waits_ends_in_one_sentence(packed, options):
+    arguments = arguments_of(packed)
+    graph = torch.cuda.CUDAGraph()
+    message = "waits for the GPU: no CUDA graph can be captured of it"
+    with pytest.raises(RuntimeError, match=message), torch.cuda.graph(graph):
+        attend(packed, *arguments, **options)
 
 
 @both_forms

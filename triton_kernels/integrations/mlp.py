@@ -7,17 +7,15 @@ changes no result.
 
 The parameters stay as they are. The copy is made in every call, by the kernel that activates: of
 what is not remembered nothing can be older than the parameter, however that is changed, and a CUDA
-graph makes it too. A copy takes 6 us of an H200, which the activation's own kernel saves.
+graph makes it too. PyTorch's activation is two kernels, this one with the copy is one.
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from triton_kernels.integrations.layers import StandIn
+from triton_kernels.integrations.plain import is_own, is_plain
 from triton_kernels.kernels.gated import aligned_operands_kernel
 from triton_kernels.launching.fast_path import goes_unseen, plans
 from triton_kernels.launching.launch import Call, binary_of, launch_kernel
@@ -37,8 +35,7 @@ _STORED = 128
 # A program has one row; a row of 3,456 channels is 16 values a thread.
 _LAUNCH = Launch(block=1, block_k=1, num_warps=8, num_stages=1)
 
-# Of a layer and of activations that the kernel knows, as PyTorch and transformers have them.
-_LINEAR = {nn.Linear: nn.Linear.forward}
+# Activations that the kernel knows, as PyTorch and transformers have them.
 _SILU = {cls: cls.forward for cls in _SILUS}
 
 
@@ -80,39 +77,6 @@ def is_misaligned(x: torch.Tensor, width: int) -> bool:
     autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if autocast else x.dtype
     return width * dtype.itemsize % _ACCEPTED != 0
-
-
-def is_plain(linear: nn.Module) -> bool:
-    """Whether calling a layer is the product with its weight and bias, and nothing else.
-
-    Then they may be read instead. Adapters, quantised, pruned and parametrised layers, sharded,
-    partitioned and offloaded weights, and whoever hooks the layer or replaces its forward, need the
-    call.
-    """
-    if not is_own(linear, _LINEAR):
-        return False
-    weight, bias = linear.weight, linear.bias
-    kinds = nn.Parameter, torch.Tensor  # FSDP puts plain tensors in the parameters' place
-    return (
-        type(weight) in kinds
-        and weight.shape == (linear.out_features, linear.in_features)
-        and weight.is_contiguous()
-        and not weight.is_meta
-        and (bias is None or (type(bias) in kinds and bias.shape == weight.shape[:1]))
-    )
-
-
-def is_own(module: nn.Module, forwards: dict[type[nn.Module], Callable]) -> bool:
-    """Whether a module runs one of these forwards of these classes, and nobody hooks its calls."""
-    cls = type(module)
-    return forwards.get(cls) is cls.forward and not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or _has_any_global_hook()
-        or "forward" in module.__dict__
-    )
 
 
 def aligned_width(weight: torch.Tensor) -> int:

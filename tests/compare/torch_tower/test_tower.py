@@ -55,6 +55,41 @@ class TestTorchTowerAgainstHuggingFace(TorchTower, HuggingFaceContract):
     """Equality with Hugging Face's tower."""
 
 
+class Adapter(torch.nn.Module):
+    """As adapter libraries put one in the place of a layer that they know."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.weight = layer, layer.weight
+
+    def forward(self, x):
+        return 1.5 * self.layer(x)
+
+
+def test_an_adapter_of_a_layer_takes_effect(config, directory):
+    tower = load_vision_tower(directory, torch.float32, compile=False, cuda_graphs=False)
+    grid = next(iter(GRIDS.values()))
+    patches = random_patches(config, grid)
+    expected = rows(tower, patches, grid)
+    layers = [n for n, m in tower.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert any(name.endswith("qkv") for name in layers)
+    for name in layers:
+        layer = tower.get_submodule(name)
+        tower.set_submodule(name, Adapter(layer))
+        assert relative_error(rows(tower, patches, grid), expected) > 1e-4, name
+        tower.set_submodule(name, layer)
+
+
+def test_whoever_hooks_a_module_is_told_of_its_calls(config, directory):
+    tower = load_vision_tower(directory, torch.float32, compile=False, cuda_graphs=False)
+    called = set()
+    for name, module in tower.named_modules():
+        module.register_forward_hook(lambda *_, name=name: called.add(name))
+    grid = next(iter(GRIDS.values()))
+    tower(random_patches(config, grid), grid)
+    assert called >= {n for n, m in tower.named_modules() if m._parameters}
+
+
 def test_equals_the_flax_tower(config, tower, directory):
     pytest.importorskip("flax")
     from flax_models import load_vision_tower as load_flax_tower

@@ -1,0 +1,42 @@
+"""Whether a layer's weight may be read instead of calling the layer."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+_LINEAR = {nn.Linear: nn.Linear.forward}
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether calling a layer is the product with its weight and bias, and nothing else.
+
+    Then they may be read instead. Adapters, quantised, pruned and parametrised layers, sharded,
+    partitioned and offloaded weights, and whoever hooks the layer or replaces its forward, need the
+    call.
+    """
+    if not is_own(linear, _LINEAR):
+        return False
+    weight, bias = linear.weight, linear.bias
+    kinds = nn.Parameter, torch.Tensor  # FSDP puts plain tensors in the parameters' place
+    return (
+        type(weight) in kinds
+        and weight.shape == (linear.out_features, linear.in_features)
+        and weight.is_contiguous()
+        and not weight.is_meta
+        and (bias is None or (type(bias) in kinds and bias.shape == weight.shape[:1]))
+    )
+
+
+def is_own(module: nn.Module, forwards: dict[type[nn.Module], Callable]) -> bool:
+    """Whether a module runs one of these forwards of these classes, and nobody hooks its calls."""
+    cls = type(module)
+    return forwards.get(cls) is cls.forward and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _has_any_global_hook()
+        or "forward" in module.__dict__
+    )
