@@ -204,6 +204,9 @@ def _add_product(residual: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Ar
     def add_in_place(residual: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
         return _add_in_place(residual, product(x, weight, residual.dtype))  # cuBLAS adds in fp32
 
+    # A product that is not cuBLAS' is rounded before the sum, and its biases may be beyond fp16.
+    if residual.dtype == jnp.float16:
+        return add(residual, x, weight)
     return jax.lax.platform_dependent(residual, x, weight, cuda=add_in_place, default=add)
 
 

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from compare.common.environment import has_gpu
 from flax_models import CheckpointError, plan_layout
 from tests.tower_checkpoints import (
     GRIDS,
@@ -383,8 +382,7 @@ class HuggingFaceContract:
     @pytest.mark.parametrize("case", ["product", "sum", "cancelling"])
     def test_fp16_with_biases_that_what_is_made_of_them_may_pass_fp16(self, config, tmp_path, case):
         """Numbers of the checkpoint and those that Hugging Face computes are all within it."""
-        if case != "product" and has_gpu():
-            pytest.skip("on a GPU such biases still pass fp16, which non_finite_images tells")
+        pytest.importorskip("transformers")
         tensors = random_tensors(config)
         first, second = (f"blocks.{block}.attn.proj.bias" for block in range(2))
         mlp, ending = "blocks.{}.mlp." + config.family.mlp_output, ".bias"

@@ -93,14 +93,27 @@ def load(ptr, mask):
     return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
 
 
+def unnormed_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x weight^T; of fp16 in fp32, because rows that no norm has divided are too large for fp16."""
+    if x.dtype != torch.float16:
+        return F.linear(x, weight)
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
+
+
 # Writes into the residual stream, which PyTorch's compiler would otherwise copy first.
 @torch.library.custom_op("late_norm::add_product", mutates_args=("residual",))
 def add_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     """residual += x weight^T, for [tokens, hidden], [tokens, width] and [hidden, width].
 
-    The product's epilogue adds it, in fp32.
+    The product's epilogue adds it, in fp32. That of fp16 may be split into sums that are rounded,
+    where the biases that it holds are beyond fp16.
     """
-    residual.addmm_(x, weight.t())
+    if residual.dtype == torch.float16:
+        residual.copy_(residual + unnormed_product(x, weight))
+    else:
+        residual.addmm_(x, weight.t())
 
 
 @add_product.register_fake

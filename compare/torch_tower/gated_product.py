@@ -6,12 +6,11 @@ Why, flax_models/gated_product.py says, whose twin this is.
 import functools
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from compare.torch_tower.gated import gated_activation, load
+from compare.torch_tower.gated import gated_activation, load, unnormed_product
 from flax_models.common.weights import Biases
 from triton_kernels.attention import runs_kernel
 from triton_kernels.kernels.gated import silu_times
@@ -69,7 +68,7 @@ def _multiply(
     biases = Biases(stream_bias, product_bias, bias)
     if runs_kernel(residual.device, implementation) and _is_faster(residual, weight.shape[0] // 2):
         return in_one_kernel(residual, weight, biases, eps)
-    product = _unnormed_product(residual, weight)
+    product = unnormed_product(residual, weight)
     return gated_activation(product, residual, biases, eps, implementation)
 
 
@@ -155,15 +154,6 @@ def _compute_capability(index: int) -> tuple[int, int]:
 @functools.cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def _unnormed_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x weight^T; of fp16 in fp32, because rows that no norm has divided are too large for fp16."""
-    if x.dtype != torch.float16:
-        return F.linear(x, weight)
-    if x.is_cuda:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return F.linear(x.float(), weight.float())
 
 
 @triton.jit
