@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from triton_kernels.integrations.layers import StandIn
-from triton_kernels.integrations.plain import is_own, is_plain
+from triton_kernels.integrations.plain import is_own, plain_parameters
 from triton_kernels.kernels.gated import aligned_operands_kernel
 from triton_kernels.launching.fast_path import goes_unseen, plans
 from triton_kernels.launching.launch import Call, binary_of, launch_kernel
@@ -38,36 +38,45 @@ _LAUNCH = Launch(block=1, block_k=1, num_warps=8, num_stages=1)
 # Activations that the kernel knows, as PyTorch and transformers have them.
 _SILU = {cls: cls.forward for cls in _SILUS}
 
+# x, weight and bias of gate and of up, and the weight of down.
+_Operands = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]
+
 
 class AlignedMLP(StandIn):
     """down(silu(gate(x)) x up(x)), the last product's operands aligned while it is computed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """From [tokens, channels] to the same."""
-        down = self.down_proj
-        if not (is_misaligned(x, self.intermediate_size) and is_plain(down)):
+        if not is_misaligned(x, self.intermediate_size):
             return super().forward(x)
-        if self._runs_kernel(x):
-            gate, up = self.gate_proj, self.up_proj
-            operands = x, gate.weight, gate.bias, up.weight, up.bias, down.weight
+        down = plain_parameters(self.down_proj)
+        if down is None:
+            return super().forward(x)
+        weight, bias = down
+        operands = self._operands(x, weight, bias)
+        if operands is not None:
             # The operator is slower to call: it is for who would miss the call.
             find = _aligned_operands if goes_unseen((x,)) else _operator
-            return F.linear(*find(*operands), down.bias)
+            return F.linear(*find(*operands), bias)
         hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
-        weight = down.weight
         tail = 0, aligned_width(weight) - weight.shape[1]
-        return F.linear(F.pad(hidden, tail), F.pad(weight, tail), down.bias)
+        return F.linear(F.pad(hidden, tail), F.pad(weight, tail), bias)
 
-    def _runs_kernel(self, x: torch.Tensor) -> bool:
-        """Whether the kernel computes what the modules would, called one by one, and may do so."""
-        linears = self.gate_proj, self.up_proj, self.down_proj
-        if not (is_own(self.act_fn, _SILU) and all(map(is_plain, linears))):
-            return False
-        parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
-        if any(p is None or p.dtype != x.dtype or p.device != x.device for p in parameters):
-            return False
+    def _operands(self, x: torch.Tensor, *down: torch.Tensor | None) -> _Operands | None:
+        """What `_aligned_operands` takes; None where the modules have to be called one by one."""
+        gate, up = plain_parameters(self.gate_proj), plain_parameters(self.up_proj)
+        if gate is None or up is None or not is_own(self.act_fn, _SILU):
+            return None
+        parameters = *gate, *up, *down
+        dtype, device = x.dtype, x.device
+        if any(p is None or p.dtype != dtype or p.device != device for p in parameters):
+            return None
         recorded = torch.is_grad_enabled() and any(p.requires_grad for p in (x, *parameters))
-        return not recorded and x.ndim == 2 and not torch.is_autocast_enabled(x.device.type)
+        if recorded or x.ndim != 2 or torch.is_autocast_enabled(device.type):
+            return None
+        return x, *parameters[:-1]
 
 
 def is_misaligned(x: torch.Tensor, width: int) -> bool:
@@ -97,25 +106,31 @@ def _aligned_operands(
 
     Args:
         x: [tokens, channels], of the parameters' dtype and device.
-        gate_weight, up_weight: [width, channels].
+        gate_weight, up_weight: [width, channels], contiguous.
         gate_bias, up_bias: [width].
         down_weight: [rows, width], contiguous.
 
     Returns:
         [tokens, stored] and [rows, stored], stored being `aligned_width`.
     """
-    (tokens, _), (rows, width) = x.shape, down_weight.shape
+    x = x.contiguous()
+    (tokens, channels), (rows, width) = x.shape, down_weight.shape
     stored = aligned_width(down_weight)
     hidden, weight = x.new_empty(tokens, stored), x.new_empty(rows, stored)
+    # Fast kernels write whole 16 bytes of a row; the columns behind them are the kernel's.
+    whole = width - width % (_ACCEPTED // x.itemsize)
     # A product of fp16 may be too large for fp16 before its bias is added.
     biased = x.dtype != torch.float16
-    gate, up = x.new_empty(2, tokens, stored)[..., :width].unbind()
-    for linear in ((gate, gate_weight, gate_bias), (up, up_weight, up_bias)):
-        _product(x, *linear, biased)
-    tensors = gate, up, gate_bias, up_bias, down_weight, hidden, weight
+    gate, up = (
+        F.linear(x, weight[:whole], None if biased else bias[:whole])
+        for weight, bias in ((gate_weight, gate_bias), (up_weight, up_bias))
+    )
+    tensors = (
+        x, gate, up, gate_weight, up_weight, gate_bias, up_bias, down_weight, hidden, weight,
+    )  # fmt: skip
     addresses = [tensor.data_ptr() for tensor in tensors]
     at_16 = all(address % 16 == 0 for address in addresses)
-    form = x.dtype, x.device, tokens, rows, width, stored, gate.stride(0), biased, at_16
+    form = x.dtype, x.device, tokens, rows, channels, whole, width, stored, biased, at_16
     call = plans.get(form)
     if call is None:
         call = plans[form] = _call(*form)
@@ -124,31 +139,21 @@ def _aligned_operands(
     return hidden, weight
 
 
-def _product(
-    x: torch.Tensor, out: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, biased: bool
-) -> None:
-    """x weight^T into out, in two parts: fast kernels write whole 16 bytes of a row."""
-    whole = weight.shape[0] // (_ACCEPTED // x.itemsize) * (_ACCEPTED // x.itemsize)
-    for part in (slice(whole), slice(whole, None)):
-        if biased:
-            torch.mm(x, weight[part].t(), out=out[:, part])
-        else:
-            torch.addmm(bias[part], x, weight[part].t(), out=out[:, part])
-
-
 def _call(
     dtype: torch.dtype,
     device: torch.device,
     tokens: int,
     rows: int,
+    channels: int,
+    whole: int,
     width: int,
     stored: int,
-    pitch: int,
     biased: bool,
     at_16: bool,
 ) -> Call:
     kernel = aligned_operands_kernel
-    constants = width, pitch, stored, next_power_of_2(stored), biased
+    powers = [next_power_of_2(size) for size in (channels, stored, width - whole)]
+    constants = channels, whole, width, stored, *powers, biased
     binary = binary_of(kernel, dtype, device, constants, _LAUNCH) if at_16 else None
     return Call(kernel, tokens + rows, _LAUNCH, (tokens,), constants, device.index, binary)
 

@@ -16,17 +16,23 @@ def is_plain(linear: nn.Module) -> bool:
     partitioned and offloaded weights, and whoever hooks the layer or replaces its forward, need the
     call.
     """
+    return plain_parameters(linear) is not None
+
+
+def plain_parameters(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight and bias of a layer that `is_plain`; None of another."""
     if not is_own(linear, _LINEAR):
-        return False
+        return None
     weight, bias = linear.weight, linear.bias
     kinds = nn.Parameter, torch.Tensor  # FSDP puts plain tensors in the parameters' place
-    return (
+    plain = (
         type(weight) in kinds
         and weight.shape == (linear.out_features, linear.in_features)
         and weight.is_contiguous()
         and not weight.is_meta
         and (bias is None or (type(bias) in kinds and bias.shape == weight.shape[:1]))
     )
+    return (weight, bias) if plain else None
 
 
 def is_own(module: nn.Module, forwards: dict[type[nn.Module], Callable]) -> bool:
