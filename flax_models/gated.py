@@ -30,6 +30,7 @@ from pallas_kernels.kernels.tiles import Ref, exp2
 from pallas_kernels.launching.devices import have_tensor_cores
 from pallas_kernels.launching.launch import run
 from pallas_kernels.launching.plan import LOG2_E
+from pallas_kernels.launching.platforms import platform_dependent
 from pallas_kernels.launching.table import Launch, next_power_of_2
 
 # Of a program, which has one row; a row of 3,456 channels is 16 values a thread.
@@ -86,8 +87,8 @@ def _compute(
     if implementation == "reference":
         return reference(*arguments)
     if implementation == "auto":
-        return jax.lax.platform_dependent(*arguments, cuda=kernel, default=reference)
-    return jax.lax.platform_dependent(*arguments, cuda=kernel, cpu=interpreted)
+        return platform_dependent(*arguments, cuda=kernel, default=reference)
+    return platform_dependent(*arguments, cuda=kernel, cpu=interpreted)
 
 
 def _forward(operation: Operation, eps: float, implementation: str, *arguments: jax.Array) -> tuple:

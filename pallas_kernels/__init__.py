@@ -9,7 +9,8 @@
   kernel, which serves long images on Hopper GPUs.
 - `launching`, from a call to its launches: `choose` (which kernel, how much is fused, and from
   `table` and `launches.json` its sizes), `plan` (all launches of a call), `launch`, `compile` (by
-  XLA, or through `triton_lowering` by the Triton package), `devices`.
+  XLA, or through `triton_lowering` by the Triton package), `devices`, `platforms` (programs for
+  several, as `jax.export` makes them).
 
 The twin in PyTorch, `triton_kernels`, has the same rooms.
 """
@@ -23,10 +24,12 @@ except ImportError as error:
 
 from pallas_kernels.attention import fused_rope_attention, fused_rope_attention_qkvpacked
 from pallas_kernels.checks import check_cu_seqlens
+from pallas_kernels.launching.platforms import export_checks
 from pallas_kernels.reference import rope_attention_reference
 
 __all__ = [
     "check_cu_seqlens",
+    "export_checks",
     "fused_rope_attention",
     "fused_rope_attention_qkvpacked",
     "rope_attention_reference",

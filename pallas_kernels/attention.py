@@ -12,6 +12,7 @@ from pallas_kernels.checks import check_arguments
 from pallas_kernels.launching.choose import auto_fuse
 from pallas_kernels.launching.devices import have_tensor_cores
 from pallas_kernels.launching.plan import attend, operands
+from pallas_kernels.launching.platforms import platform_dependent
 from pallas_kernels.launching.table import next_power_of_2
 from pallas_kernels.reference import rope_attention_gradients, rope_attention_reference
 from pallas_kernels.sharding import check_shardings, on_own_heads
@@ -126,7 +127,10 @@ def _call(
     if implementation == "auto" and not have_tensor_cores():
         implementation = "reference"
     scale = head_dim**-0.5 if scale is None else float(scale)
-    return _run(_Options(max_seqlen, scale, fuse, implementation), tuple(qkv), cos, sin, cu_seqlens)
+    options = _Options(max_seqlen, scale, fuse, implementation)
+    result = _run(options, tuple(qkv), cos, sin, cu_seqlens)
+    # Within a custom_vmap `jax.debug_nans` looks at nothing; of what is jitted it looks at results.
+    return jnp.copy(result) if jax.config.jax_disable_jit else result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -146,8 +150,8 @@ def _attention(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) 
         if options.implementation == "reference":
             return reference(*arguments)
         if options.implementation == "auto":
-            return jax.lax.platform_dependent(*arguments, cuda=kernel, default=reference)
-        return jax.lax.platform_dependent(*arguments, cuda=kernel, cpu=interpreted)
+            return platform_dependent(*arguments, cuda=kernel, default=reference)
+        return platform_dependent(*arguments, cuda=kernel, cpu=interpreted)
 
     return call(qkv, *rest)
 

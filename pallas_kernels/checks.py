@@ -114,6 +114,8 @@ def _check_arrays(*arrays: jax.Array) -> None:
 def _check_array(name: str, x: Any) -> None:
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{name} must be a jax.Array, got {type(x).__name__}")
+    if not all(isinstance(size, int) for size in x.shape):  # jax.export's symbolic dimensions
+        raise ValueError(f"{name} must have sizes that are known, got {x.shape}: export each size")
 
 
 def _is_scale(scale: Any) -> bool:

@@ -158,7 +158,10 @@ def refuse_longer(x: jax.Array, cu_seqlens: jax.Array, max_seqlen: int | None) -
     segment = jnp.clip(jnp.searchsorted(bounds, row, side="right") - 1, 0, segments - 1)
     start, end = bounds[segment], bounds[segment + 1]
     too_long = (start <= row) & (row < end) & (end - start > max(1, max_seqlen))
-    return jnp.where(jnp.expand_dims(too_long, range(1, x.ndim)), jnp.nan, x)
+    too_long = jnp.expand_dims(too_long, range(1, x.ndim))
+    # 0 / 0, as a constant is a NaN for `jax.debug_nans` even where no segment is too long.
+    divisor = jnp.where(too_long, 0, 1).astype(x.dtype)
+    return jnp.where(too_long, jnp.zeros_like(divisor) / divisor, x)
 
 
 def _attend(

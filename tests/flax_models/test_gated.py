@@ -12,7 +12,7 @@ from flax_models.gated import gated_activation
 from pallas_kernels.launching.compile import compiling_by
 from pallas_kernels.launching.devices import local_gpu
 from tests.gated_contract import EPS, GatedContract, draw, oracle, relative_error
-from tests.pallas_kernels.launching.test_lowering import cuda_device
+from tests.pallas_kernels.no_gpu import cuda_device
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -56,11 +56,12 @@ def test_vmap():
     assert relative_error(np.asarray(together).reshape(6, -1), exact) < 1e-6
 
 
+@pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")], ids=["cuda", "both"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_lowers_for_a_gpu_as_one_kernel(dtype):
+def test_lowers_for_a_gpu_as_one_kernel(dtype, platforms):
     product, residual, biases = draw(64, 1280, 3456, dtype)
     with cuda_device(), compiling_by("xla"):  # which leaves the launch legible
         lowered = run.trace(product, residual, biases, EPS, "kernel").lower(
-            lowering_platforms=("cuda",)
+            lowering_platforms=platforms
         )
     assert lowered.as_text().count("gpu$xla.gpu.triton") == 1

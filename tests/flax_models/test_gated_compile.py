@@ -13,7 +13,7 @@ from flax_models.gated_product import norm_scale
 from tests.flax_models.test_gated import run
 from tests.gated_contract import EPS
 from tests.pallas_kernels.compiling import assemble
-from tests.pallas_kernels.launching.test_lowering import cuda_device
+from tests.pallas_kernels.no_gpu import cuda_device
 from tests.triton_kernels.compile_ahead import inspect_machine_code
 
 TOKENS, HIDDEN, WIDTH = 2304, 1280, 3456  # Qwen2.5-VL 7B's, one image of 672 px

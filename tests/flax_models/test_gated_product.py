@@ -17,7 +17,7 @@ from pallas_kernels.launching.devices import local_gpu
 from pallas_kernels.launching.table import Gpu
 from tests.gated_contract import EPS, TOLERANCES, relative_error
 from tests.gated_product_contract import GatedProductContract, draw, oracle
-from tests.pallas_kernels.launching.test_lowering import cuda_device
+from tests.pallas_kernels.no_gpu import cuda_device
 
 needs_mosaic = pytest.mark.skipif(not HAVE_MOSAIC, reason="the kernel is for JAX 0.11.2 and 0.12")
 

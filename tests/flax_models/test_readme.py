@@ -25,7 +25,7 @@ def test_the_examples_run_and_agree(tmp_path, monkeypatch, family):
         for example in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
         if "from flax_models" in example
     ]
-    assert len(examples) == 3  # a call, the same once more, and a jit of one's own
+    assert len(examples) == 4  # a call, the same once more, a jit of one's own, an exported program
     monkeypatch.chdir(tmp_path)
     write_checkpoint(Path("path/to/Qwen2.5-VL-7B-Instruct"), SMALL_TOWERS[family])
     frames = np.random.default_rng(0).integers(0, 256, (4, 60, 90, 3), np.uint8)

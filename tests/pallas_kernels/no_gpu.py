@@ -1,5 +1,8 @@
 """For tests of what is lowered for a GPU: those here shall not have a say in it."""
 
+import contextlib
+import inspect
+
 import jax
 
 from pallas_kernels.launching import choose, devices
@@ -15,3 +18,15 @@ def hide_gpus(monkeypatch):
         monkeypatch.setattr(module, "local_gpus", tuple)
     monkeypatch.setattr(compile_module, "_default_compiler", lambda: "xla")
     jax.clear_caches()  # of what was traced for a GPU
+
+
+def cuda_device():
+    """JAX 0.11 and later lower for a GPU that they know the name of; 0.10 needs none."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+    platform = ("gpu",) if len(inspect.signature(AbstractDevice).parameters) > 2 else ()
+    device = AbstractDevice("NVIDIA H200", None, *platform)
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)

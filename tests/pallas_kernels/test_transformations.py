@@ -194,3 +194,20 @@ def test_inside_shard_map_where_one_argument_alone_differs_from_device_to_device
     assert_same_bits(*(np.array(jax.jit(f)(*arguments)) for f in (attend, split)))
     for ours, expected in zip(gradients(split), gradients(attend), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "disable_jit"])
+@implementations
+def test_debug_nans_tells_a_broken_bound_and_nothing_else(implementation, jitted):
+    arguments = [jnp.asarray(x) for x in make_case((6, 40), head_dim=16).packed]
+
+    def loss(longest, qkv):
+        return attention(implementation, longest)(qkv, *arguments[1:]).sum()
+
+    calls = loss, jax.grad(loss, argnums=1)
+    with jax.disable_jit(not jitted), jax.debug_nans(True):
+        for call in calls:
+            assert jnp.isfinite(call(40, arguments[0])).all()
+        for call in calls:
+            with pytest.raises(FloatingPointError):
+                call(8, arguments[0])

@@ -4,21 +4,18 @@ Pallas' interpreter takes what the Triton backend refuses (tiles whose sides are
 slices that pass an end), so that interpreting alone proves nothing about a GPU.
 """
 
-import contextlib
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh
 
 import pallas_kernels
 from pallas_kernels.launching import choose
 from pallas_kernels.launching.compile import compiling_by
 from pallas_kernels.launching.table import Device, Gpu, Launch, Row, Table
 from tests.kernel_contract import STREAM, WINDOW
-from tests.pallas_kernels.no_gpu import hide_gpus
+from tests.pallas_kernels.no_gpu import cuda_device, hide_gpus
 
 TOKENS, HEADS, SEGMENTS = 1024, 16, 16
 
@@ -37,17 +34,6 @@ def gpu(request, monkeypatch):
     """The default's launches, and those of the GPU that is in the table."""
     monkeypatch.setattr(choose, "gpu", lambda: request.param)
     jax.clear_caches()  # a machine's GPU never changes: nothing is traced anew for another
-
-
-def cuda_device():
-    """JAX 0.11 and later lower for a GPU that they know the name of; 0.10 needs none."""
-    if jax.__version_info__ < (0, 11):
-        return contextlib.nullcontext()
-    from jax.sharding import AbstractDevice
-
-    platform = ("gpu",) if len(inspect.signature(AbstractDevice).parameters) > 2 else ()
-    device = AbstractDevice("NVIDIA H200", None, *platform)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
 
 
 def lower(

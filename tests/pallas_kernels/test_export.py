@@ -1,0 +1,80 @@
+"""Calls as `jax.export` writes them, for machines that serve."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import pallas_kernels
+from tests.kernel_cases import make_case
+from tests.pallas_kernels.no_gpu import cuda_device, hide_gpus
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """The same is exported on every machine."""
+    hide_gpus(monkeypatch)
+    yield
+    jax.clear_caches()
+
+
+def exported(lengths, platforms, implementation="auto", max_seqlen=64):
+    attend = functools.partial(
+        pallas_kernels.fused_rope_attention_qkvpacked,
+        max_seqlen=max_seqlen,
+        implementation=implementation,
+    )
+    arrays = [jnp.asarray(x) for x in make_case(lengths, head_dim=16, dtype="bfloat16").packed]
+    with cuda_device():
+        made = export.export(
+            jax.jit(attend), platforms=platforms, disabled_checks=pallas_kernels.export_checks()
+        )(*arrays)
+    return made, attend, arrays
+
+
+@pytest.mark.parametrize("implementation", ["auto", "kernel"])
+@pytest.mark.parametrize("lengths", [(64, 30), (200, 300)], ids=["window", "stream"])
+def test_one_program_serves_cpu_and_cuda(lengths, implementation):
+    pytest.importorskip("flatbuffers")
+    both, attend, arrays = exported(lengths, ("cpu", "cuda"), implementation, max(lengths))
+    assert str(both.mlir_module()).count("__gpu$xla.gpu.triton")
+    served = export.deserialize(both.serialize())
+    cpu = jax.local_devices(backend="cpu")[0]
+    arrays = jax.device_put(arrays, cpu)
+    np.testing.assert_array_equal(np.asarray(served.call(*arrays)), np.asarray(attend(*arrays)))
+
+
+def test_each_platform_alone():
+    pytest.importorskip("flatbuffers")
+    for platform, kernels in (("cpu", 0), ("cuda", 1)):
+        alone, *_ = exported((64, 30), (platform,))
+        assert str(alone.mlir_module()).count("custom_call @__gpu$xla.gpu.triton") == kernels
+        assert export.deserialize(alone.serialize()).platforms == (platform,)
+
+
+def test_gradients_are_exported_too():
+    both, attend, arrays = exported((64, 30), ("cpu", "cuda"))
+    assert both.has_vjp()
+    cpu = jax.local_devices(backend="cpu")[0]
+    qkv, *rest = jax.device_put(arrays, cpu)
+
+    def loss(attend, qkv):
+        return jnp.square(attend(qkv, *rest).astype(jnp.float32)).sum()
+
+    ours, theirs = (jax.grad(functools.partial(loss, f))(qkv) for f in (both.call, attend))
+    np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def test_sizes_that_are_not_known_are_refused():
+    [tokens] = export.symbolic_shape("tokens")
+    qkv = jax.ShapeDtypeStruct((tokens, 3, 2, 16), jnp.bfloat16)
+    angles = jax.ShapeDtypeStruct((tokens, 8), jnp.float32)
+    cu_seqlens = jax.ShapeDtypeStruct((3,), jnp.int32)
+    attend = jax.jit(
+        functools.partial(pallas_kernels.fused_rope_attention_qkvpacked, max_seqlen=64)
+    )
+    with pytest.raises(ValueError, match="qkv must have sizes that are known"):
+        export.export(attend)(qkv, angles, angles, cu_seqlens)
