@@ -2,20 +2,21 @@
 
 `tower` holds it, of the layers in `blocks`, their `attention` (over whole frames also by a library
 of `varlen`), the `gated` activation and `gated_product`; `graphs` records passes, `inputs` and
-`device` bring patches to where they are encoded. What is NumPy alone is `flax_models.common`'s.
+`device` bring patches to where they are encoded; `export` fixes a layout for `torch.export` and
+ONNX. What is NumPy alone is `flax_models.common`'s.
 
 PyTorch is imported when the tower is first asked for: other rooms take single modules of this one.
 """
 
+import importlib
 from typing import Any
 
-__all__ = ["load_vision_tower"]
+_HOMES = {"load_vision_tower": "tower", "FixedLayoutTower": "export"}
+__all__ = ["FixedLayoutTower", "load_vision_tower"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the tower when it is first used (PEP 562)."""
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from compare.torch_tower.tower import load_vision_tower
-
-    return load_vision_tower
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from compare.common.errors import one_line
 from compare.torch_tower.varlen import VarlenAttention, load_varlen
@@ -150,9 +151,15 @@ def rotary_angles(
     return angles.cos(), angles.sin()
 
 
-@cache  # for good: a recorded pass reads them where they are
+@torch.compiler.assume_constant_result
 def _frequencies(config: VisionConfig, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(inverse_frequencies(config)).to(device)
+    return _kept_frequencies(config, device)
+
+
+@cache  # for good: a recorded pass reads them where they are
+def _kept_frequencies(config: VisionConfig, device: torch.device) -> torch.Tensor:
+    with _disable_current_modes():  # a trace's would make a tensor without values, and it is kept
+        return torch.from_numpy(inverse_frequencies(config)).to(device)
 
 
 def _frame_bound(tokens: int) -> int:

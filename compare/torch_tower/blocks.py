@@ -67,7 +67,7 @@ class PositionTable(nn.Module):
         shares = torch.stack([1 - upper_share, upper_share], dim=-1)
         corners = (row[:, :, None] * self.side + column[:, None, :]).view(-1, 4)
         weights = (shares[:, 0, :, None] * shares[:, 1, None, :]).view(-1, 4, 1)
-        return (self.weight[corners].float() * weights).sum(dim=1)
+        return (F.embedding(corners, self.weight).float() * weights).sum(dim=1)
 
 
 class _Product(nn.Module):

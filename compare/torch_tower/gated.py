@@ -102,20 +102,29 @@ def unnormed_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x.float(), weight.float())
 
 
-# Writes into the residual stream, which PyTorch's compiler would otherwise copy first.
-@torch.library.custom_op("late_norm::add_product", mutates_args=("residual",))
 def add_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     """residual += x weight^T, for [tokens, hidden], [tokens, width] and [hidden, width].
 
     The product's epilogue adds it, in fp32. That of fp16 may be split into sums that are rounded,
     where the biases that it holds are beyond fp16.
     """
+    add = _add_product if torch.compiler.is_exporting() else _add_product_operator
+    add(residual, x, weight)
+
+
+def _add_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     if residual.dtype == torch.float16:
         residual.copy_(residual + unnormed_product(x, weight))
     else:
         residual.addmm_(x, weight.t())
 
 
-@add_product.register_fake
+# Writes into the residual stream, which PyTorch's compiler would otherwise copy first.
+_add_product_operator = torch.library.custom_op(
+    "late_norm::add_product", _add_product, mutates_args=("residual",)
+)
+
+
+@_add_product_operator.register_fake
 def _(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     return None

@@ -51,6 +51,9 @@ def gated_product(
     In one kernel where that is faster than in two. Arguments and result, [tokens, width] in the
     dtype of the residual stream, are the twin's.
     """
+    if torch.compiler.is_exporting():  # only operators that every runtime knows
+        product = unnormed_product(residual, weight)
+        return gated_activation(product, residual, biases, eps, "reference")
     return _multiply(residual, weight, *biases, eps, implementation)
 
 

@@ -168,7 +168,7 @@ class VisionTower(nn.Module):
         """
         embeddings, features = result if isinstance(result, tuple) else (result, ())
         finite = torch.stack([rows.isfinite().all(dim=1) for rows in (embeddings, *features)])
-        return non_finite_images(self.config, _on_host(grid_thw), finite.all(dim=0).cpu().numpy())
+        return non_finite_images(self.config, host_grid(grid_thw), finite.all(dim=0).cpu().numpy())
 
     def prepare(self, pixel_values: Any, grid_thw: Any) -> tuple[torch.Tensor, Layout]:
         """Pad a call's input to its bucket and bring it to `device`, as the input of `encode`.
@@ -186,7 +186,7 @@ class VisionTower(nn.Module):
 
     def _choose_bucket(self, grid_thw: Any) -> tuple[np.ndarray, Bucket]:
         """The grid, checked and on the host, and the bucket that it fits in."""
-        grid = as_grid(self.config, _on_host(grid_thw))
+        grid = as_grid(self.config, host_grid(grid_thw))
         return grid, choose_bucket(self.config, grid, self.token_buckets)
 
     def _plan(self, grid: np.ndarray, bucket: Bucket) -> Layout:
@@ -301,7 +301,8 @@ def load_vision_tower(
     return tower.requires_grad_(False).eval()
 
 
-def _on_host(grid_thw: Any) -> Any:
+def host_grid(grid_thw: Any) -> Any:
+    """`grid_thw` where NumPy can read it."""
     return grid_thw.detach().cpu() if isinstance(grid_thw, torch.Tensor) else grid_thw
 
 
@@ -329,14 +330,19 @@ def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Em
         ValueError: `pixel_values` have another shape than the layout asks for, or the layout has
             frames that the tower's `frame_attention` cannot take.
     """
+    with _without_autocast(tower):
+        return run_pass(tower, pixel_values, layout)
+
+
+def run_pass(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Embeddings:
+    """`encode` in the caller's modes of autograd and autocast."""
     indexes = tower.config.deepstack_visual_indexes
     features = []
-    with _without_autocast(tower):
-        for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
-            if index in indexes:
-                merger = tower.deepstack_mergers[indexes.index(index)]
-                features.append(merger(hidden)[layout.output_order])
-        embeddings = tower.merger(hidden)[layout.output_order]
+    for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
+        if index in indexes:
+            merger = tower.deepstack_mergers[indexes.index(index)]
+            features.append(merger(hidden)[layout.output_order])
+    embeddings = tower.merger(hidden)[layout.output_order]
     return (embeddings, tuple(features)) if indexes else embeddings
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from triton_kernels.attention import fused_rope_attention_qkvpacked
 
@@ -140,6 +141,7 @@ def _frequencies(count: int, theta: float, device: torch.device) -> torch.Tensor
 @functools.cache  # for good: a CUDA graph reads them where they are
 def _remembered_frequencies(count: int, theta: float, device: torch.device) -> torch.Tensor:
     """theta ** (-i / n) for i in 0..n-1, computed on the CPU as Hugging Face does."""
-    with torch.inference_mode(False):
+    # In a trace's modes it would have no values.
+    with torch.inference_mode(False), _disable_current_modes():
         exponents = torch.arange(count, dtype=torch.float32, device="cpu") / count
         return (1.0 / theta**exponents).to(device)
