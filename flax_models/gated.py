@@ -23,9 +23,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from flax_models.common.weights import Biases
+from pallas_kernels.kernels.dialect import HAVE_TRITON, plgpu
 from pallas_kernels.kernels.tiles import Ref, exp2
 from pallas_kernels.launching.devices import have_tensor_cores
 from pallas_kernels.launching.launch import run
@@ -53,6 +53,8 @@ def gated_activation(
     Returns:
         [tokens, width] in the dtype of the residual stream; computed in fp32 and rounded once.
     """
+    if not HAVE_TRITON:
+        implementation = "reference"
     return differentiable(_ACTIVATION, eps, implementation, product, residual, *biases)
 
 
@@ -104,12 +106,18 @@ _compute.defvjp(_forward, _backward)
 
 
 def reference(eps: float, product: jax.Array, residual: jax.Array, *biases: jax.Array) -> jax.Array:
-    stream_bias, product_bias, bias = (each.astype(jnp.float32)[None] for each in biases)
-    x = residual.astype(jnp.float32) + stream_bias
-    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    product = product.astype(jnp.float32) + product_bias
+    stream_bias, product_bias, bias = biases
+    scale = norm_scale(eps, residual, stream_bias)
+    product, bias = product.astype(jnp.float32), bias.astype(jnp.float32)[None]
+    product += product_bias.astype(jnp.float32)[None]
     gate, up = jnp.split(product * scale + bias, 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(residual.dtype)
+
+
+def norm_scale(eps: float, residual: jax.Array, stream_bias: jax.Array) -> jax.Array:
+    """One over the root mean square of each row, [tokens, 1] fp32."""
+    x = residual.astype(jnp.float32) + stream_bias.astype(jnp.float32)[None]
+    return jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
 def kernel(

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
-from jax.experimental.pallas import triton as plgpu
 
 from flax_models import gated
 from flax_models.common.weights import Biases
 from flax_models.gated import Operation, differentiable, gated_activation, load, silu_times
 from flax_models.products import unnormed_product
+from pallas_kernels.kernels.dialect import HAVE_TRITON, plgpu
 from pallas_kernels.kernels.tiles import Ref, Scalar
 from pallas_kernels.launching.compile import HAVE_MOSAIC
 from pallas_kernels.launching.devices import local_gpu
@@ -113,6 +113,8 @@ def norm_scale(
     residual: jax.Array, stream_bias: jax.Array, eps: float, interpret: bool = False
 ) -> jax.Array:
     """What rows are multiplied by, [tokens] fp32; the arguments are those of `in_one_kernel`."""
+    if not HAVE_TRITON:
+        return gated.norm_scale(eps, residual, stream_bias)[:, 0]
     tokens = residual.shape[0]
     launch = Launch(block=1, block_k=1, num_warps=_NORM_WARPS, num_stages=1)
     kernel = functools.partial(norm_scale_kernel, eps=eps)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.checks import check_arguments
-from pallas_kernels.launching.choose import auto_fuse
-from pallas_kernels.launching.devices import have_tensor_cores
+from pallas_kernels.kernels.dialect import HAVE_TRITON, without_triton
+from pallas_kernels.launching.choose import auto_fuse, has_kernel
+from pallas_kernels.launching.devices import have_tensor_cores, warn_without_triton
 from pallas_kernels.launching.plan import attend, operands
 from pallas_kernels.launching.platforms import platform_dependent
 from pallas_kernels.launching.table import next_power_of_2
@@ -124,7 +125,14 @@ def _call(
         fuse = auto_fuse(qkv[0].dtype, head_dim, 2 * cos.shape[1], max_seqlen, tokens, heads)
     if implementation == "triton":
         implementation = "kernel"  # the same, so both share one compilation
-    if implementation == "auto" and not have_tensor_cores():
+    if implementation == "kernel" and not HAVE_TRITON:
+        raise NotImplementedError(f"implementation='kernel' needs its backend: {without_triton()}")
+    if implementation == "auto" and have_tensor_cores():
+        shape = qkv[0].dtype, head_dim, max_seqlen, tokens, heads
+        if not has_kernel(*shape, fuse):
+            warn_without_triton()
+            implementation = "reference"
+    elif implementation == "auto":
         implementation = "reference"
     scale = head_dim**-0.5 if scale is None else float(scale)
     options = _Options(max_seqlen, scale, fuse, implementation)

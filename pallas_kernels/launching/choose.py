@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_kernels.kernels.dialect import HAVE_TRITON
 from pallas_kernels.kernels.softmax import is_online
 from pallas_kernels.launching.compile import HAVE_MOSAIC, compiler
 from pallas_kernels.launching.devices import local_gpu, local_gpus
@@ -132,6 +133,14 @@ def is_warp_specialized(
     fullness = _FULL_WITH_TAIL if tail_in_sectors else _FULL_OTHERWISE
     full = programs >= fullness * waves * _MULTIPROCESSORS
     return head_dim > _WIDEST_FOR_STREAM and full and tiles_fit(tokens, heads, head_dim)
+
+
+def has_kernel(
+    dtype: DTypeLike, head_dim: int, max_seqlen: int, tokens: int, heads: int, fuse: str
+) -> bool:
+    """Whether a kernel serves a call: any that Pallas' Triton dialect or Mosaic is there for."""
+    shape = dtype, head_dim, max_seqlen, tokens, heads
+    return HAVE_TRITON or (fuse == "none" and is_warp_specialized(*shape))
 
 
 def auto_fuse(

@@ -14,10 +14,11 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 import jax
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.kernels.dialect import plgpu
 from pallas_kernels.launching.devices import local_gpu
 from pallas_kernels.launching.table import Launch
 
@@ -62,7 +63,7 @@ def _default_compiler() -> str:
     return "triton"
 
 
-def compiler_params(launch: Launch, disable_licm: bool) -> plgpu.CompilerParams:
+def compiler_params(launch: Launch, disable_licm: bool) -> Any:
     """What a pallas_call needs for compiler() to compile it.
 
     XLA knows neither a bound on registers nor how to keep values within a loop.

@@ -3,11 +3,14 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.kernels.dialect import HAVE_TRITON
 from pallas_kernels.kernels.rotate import rotate_kernel
 from pallas_kernels.kernels.softmax import is_online
 from pallas_kernels.kernels.stream import hoists, stream_kernel
+from pallas_kernels.kernels.tiles import rotate_pairs
 from pallas_kernels.kernels.window import window_kernel
 from pallas_kernels.launching.choose import (
     find_launch,
@@ -50,7 +53,10 @@ def attend(
     shape = v.dtype, head_dim, max_seqlen, tokens, heads
     warp_specialized = fuse == "none" and not interpret and is_warp_specialized(*shape)
     rows = rows_of(tokens) if warp_specialized else tokens
-    rotated = functools.partial(_rotation, cos=cos, sin=sin, rows=rows, interpret=interpret)
+    rotate = (
+        functools.partial(rotate_by_kernel, interpret=interpret) if HAVE_TRITON else rotate_by_xla
+    )
+    rotated = functools.partial(rotate, cos=cos, sin=sin, rows=rows)
     if fuse == "none" and len(qkv) == 1:
         q = k = rotated(q, q_part, 2)
         q_part, k_part = 0, 1
@@ -66,7 +72,7 @@ def attend(
     return _attention(read, parts, scale_log2, max_seqlen, fuse, interpret)
 
 
-def _rotation(
+def rotate_by_kernel(
     x: jax.Array, first_part: int, parts: int,
     cos: jax.Array, sin: jax.Array, rows: int, interpret: bool,
 ) -> jax.Array:  # fmt: skip
@@ -79,6 +85,27 @@ def _rotation(
     programs = pl.cdiv(tokens, launch.block) * parts * pl.cdiv(heads, launch.block_k)
     shape = (rows, parts, rotated_row(heads, head_dim))
     return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))
+
+
+def rotate_by_xla(
+    x: jax.Array, first_part: int, parts: int, cos: jax.Array, sin: jax.Array, rows: int
+) -> jax.Array:
+    """What `rotate_by_kernel` returns, where there is no Triton to write its kernel for."""
+    tokens, _, heads, head_dim = x.shape
+    half, rest = cos.shape[1], head_dim // 2 - cos.shape[1]
+    x = x[:, first_part : first_part + parts]
+    first, second, *passed = jnp.split(x, (half, 2 * half, 2 * half + rest), axis=-1)
+    pair = jnp.concatenate([first, passed[0]], -1), jnp.concatenate([second, passed[1]], -1)
+    angles = ((0, 0), (0, rest))  # dims that pass unrotated have angles of 0
+    cos = jnp.pad(cos, angles, constant_values=1)[:, None, None]
+    sin = jnp.pad(sin, angles)[:, None, None]
+    columns = jnp.stack(rotate_pairs(pair, cos, sin), axis=-1).reshape(x.shape).astype(x.dtype)
+    main, tail = head_split(head_dim)
+    columns = jnp.pad(columns, ((0, 0), (0, 0), (0, 0), (0, main + tail - head_dim)))
+    tiles = [tile.reshape(tokens, parts, -1) for tile in jnp.split(columns, (main,), axis=-1)]
+    row = jnp.concatenate(tiles, axis=-1)
+    padding = (0, rows - tokens), (0, 0), (0, rotated_row(heads, head_dim) - row.shape[-1])
+    return jnp.pad(row, padding)
 
 
 def _attention(

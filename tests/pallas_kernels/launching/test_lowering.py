@@ -140,3 +140,12 @@ def test_packed_qkv_is_read_in_place():
 
 def test_auto_lowers_to_the_kernel():
     assert kernels(lower(max_seqlen=64, implementation="auto")) == 1
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this JAX deprecates nothing of it")
+@pytest.mark.parametrize(("max_seqlen", "fuse"), [(WINDOW, "qk"), (STREAM, "q"), (STREAM, "none")])
+def test_what_is_left_of_a_deprecated_backend(max_seqlen, fuse):
+    """Windows, streams and rotations; of the Mosaic backend nothing, or its tests would fail."""
+    with pytest.warns(DeprecationWarning, match="The Pallas Triton backend is deprecated"):
+        text = lower(max_seqlen=max_seqlen, fuse=fuse)
+    assert text.count("xla.gpu.triton") == (1 if fuse == "qk" else 2)
