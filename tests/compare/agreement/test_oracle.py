@@ -7,6 +7,8 @@ from compare.agreement import oracle as oracle_module
 from compare.agreement.metrics import relative_rms_error
 from compare.agreement.oracle import oracle, unfused
 from compare.workloads.kernels import KernelInputs, KernelWorkload
+from tests import kernel_cases
+from tests.rounding_contract import RoundingContract
 
 WORKLOAD = KernelWorkload("w", "windows", ((1, 6, 10), (1, 2, 4)), heads=2, head_dim=24)
 
@@ -47,6 +49,16 @@ def test_scale_is_taken():
     inputs = WORKLOAD.inputs()
     assert relative_rms_error(oracle(inputs, 24**-0.5), oracle(inputs)) == 0
     assert relative_rms_error(oracle(inputs, 1.0), oracle(inputs)) > 0.1
+
+
+class TestUnfused(RoundingContract):
+    @staticmethod
+    def attend(case, scale):
+        return unfused(KernelInputs(*case.packed, case.longest), scale).float().cpu()
+
+
+class TestUnfusedOfTheTests(RoundingContract):
+    attend = staticmethod(kernel_cases.unfused)
 
 
 @pytest.mark.parametrize("compute", [oracle, unfused])
