@@ -90,6 +90,11 @@ def overflow(out, arguments):
     return out * float("nan") if large else out
 
 
+def be_four_times_as_wrong(out, arguments):
+    """As unfused, which is off by a quarter of the numbers' distance."""
+    return out * (1 - torch.finfo(out.dtype).eps)
+
+
 def exaggerate(out, arguments):
     return out * 5
 
@@ -109,6 +114,7 @@ def fail(out, arguments):
         ("determinism", flicker, "run 1 differs"),
         ("place", depend_on_the_place, "29 tokens from 33 on"),
         ("numerics", overflow, "near fp16's largest"),
+        ("numerics", be_four_times_as_wrong, "error"),
         ("huge", fail, "RuntimeError: launch failed"),
     ],
 )

@@ -72,6 +72,16 @@ def test_a_call_that_gets_the_images_of_another_is_found():
     assert any("error" in finding or "differ" in finding for finding in live(mix).findings)
 
 
+@pytest.mark.parametrize(("off", "found"), [(0.02, True), (0.005, False)])
+def test_a_result_that_drifts_is_found(off, found):
+    calls = itertools.count()
+
+    def drift(pixel_values, grid_thw):
+        return (2 + 2 * off * (next(calls) >= TRAFFIC.requests)) * pixel_values
+
+    assert any("error" in finding for finding in live(drift).findings) == found
+
+
 def test_a_call_that_fails_is_found():
     calls = iter(range(10**6))
 
