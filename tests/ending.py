@@ -16,7 +16,7 @@ import pytest
 _EXAMPLES = int(os.environ.get("EXAMPLES", "1"))  # as in hostile.py, which imports much
 # Of a test's setup, its call or its teardown; and of a whole run.
 TEST_SECONDS = int(os.environ.get("TEST_SECONDS", 600 * _EXAMPLES))
-RUN_SECONDS = int(os.environ.get("RUN_SECONDS", 2700 * _EXAMPLES))
+RUN_SECONDS = int(os.environ.get("RUN_SECONDS", 3600 * _EXAMPLES))
 # Of all that follows on a run's last test: xdist kills workers 10 s after it told them to end.
 ENDING_SECONDS = 60
 
