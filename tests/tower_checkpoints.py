@@ -10,9 +10,10 @@ from safetensors.numpy import save_file
 from flax_models import VisionConfig
 from flax_models.common.checkpoint import expected_tensors
 
-# Every family; in Qwen2.5-VL's two and Qwen2.5-Omni's, head dims 80 and 16, real windows of 8 x 8 patches, a windowed
+# Every family; in Qwen2.5-VL's two, head dims 80 and 16, real windows of 8 x 8 patches, a windowed
 # block before and after one that sees whole frames; in Qwen3-VL's head dim 72 and a table that is
-# both stretched and shrunk. MLP widths that padding changes.
+# both stretched and shrunk. MLP widths that padding changes. Their successors'
+# are less deep.
 SMALL_TOWERS = {
     "head_dim_80": VisionConfig(
         depth=4,
@@ -54,7 +55,10 @@ SMALL_TOWERS |= {
         SMALL_TOWERS["head_dim_16"], model_type="qwen2_5_omni", depth=2, fullatt_block_indexes=(1,)
     ),
     "qwen3_omni_moe": replace(
-        SMALL_TOWERS["qwen3_vl"], model_type="qwen3_omni_moe", depth=2, deepstack_visual_indexes=(0,)
+        SMALL_TOWERS["qwen3_vl"],
+        model_type="qwen3_omni_moe",
+        depth=2,
+        deepstack_visual_indexes=(0,),
     ),
     "qwen3_5": replace(
         SMALL_TOWERS["qwen3_vl"], model_type="qwen3_5", depth=2, deepstack_visual_indexes=()

@@ -96,7 +96,7 @@ class ImageConfig:
     def of(cls, config: VisionConfig) -> Self:
         """The settings with which a family was published, for a tower of these sizes.
 
-        For Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni the limits are the defaults of Hugging Face's processor.
+        For the Qwen2 and Qwen2.5 families the limits are the defaults of Hugging Face's processor.
         """
         values: dict[str, Any] = dict(config.family.image_settings)
         for ours, theirs in _SHARED_WITH_TOWER.items():

@@ -105,8 +105,7 @@ def tower_weights(
     weights = {
         _our_name(family, name): tensor
         for name, tensor in tensors.items()
-        if not _REARRANGED.match(name)
-        and not (family.late_norm and _OF_LATE_NORM.fullmatch(name))
+        if not _REARRANGED.match(name) and not (family.late_norm and _OF_LATE_NORM.fullmatch(name))
     }
     weights["patch_embed.proj.weight"] = tensors["patch_embed.proj.weight"].reshape(
         config.hidden_size, config.patch_dim
@@ -122,11 +121,11 @@ def tower_weights(
 
 def _qkv(family: Family, tensors: Mapping[str, np.ndarray], block: str) -> dict[str, np.ndarray]:
     """The product before the attention: q, k and v in one."""
-    parts = {}
+    products = {}
     for part in ("weight", "bias"):
         arrays = [tensors[f"{block}.attn.{name}.{part}"] for name in family.attention_inputs]
-        parts[part] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    return parts
+        products[part] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return products
 
 
 def _mlp(
