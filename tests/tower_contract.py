@@ -189,7 +189,7 @@ class TowerContract:
             result = tower(changed, grid)
             for kind in (grid, self.array(grid)):
                 assert tower.non_finite_images(result, kind) == wrong
-        with pytest.raises(ValueError, match="asks for 1 embeddings, got"):
+        with pytest.raises(ValueError, match="asks for 1 rows of embeddings, got"):
             tower.non_finite_images(result, [(1, 2, 2)])
 
     def test_tells_of_features_that_are_not_finite(self, config, tower):
