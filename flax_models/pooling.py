@@ -1,4 +1,4 @@
-"""Means over segments of any length in shapes that are static, and in one order of summation."""
+"""Means over segments of any length, in shapes that are static."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ _CHUNK = 16  # rows that are summed at once
 def segment_means(rows: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
     """The mean of each segment's rows.
 
-    Sums are fp32, chunk by chunk from a segment's own start, so that no bit depends on what else is
-    in the call, and each reads its segment's rows alone, so that no NaN spreads.
+    Sums are fp32, chunk by chunk in the same order at every run, as those of a scatter are not.
+    Each is of its segment's rows alone, so that no NaN spreads.
 
     Args:
         rows: [tokens, channels] floating.

@@ -27,20 +27,22 @@ class FixedLayoutTower(nn.Module):
     The layout's arrays are buffers that no state dict holds.
     """
 
-    def __init__(self, tower: VisionTower, grid_thw: Any) -> None:
+    def __init__(self, tower: VisionTower, grid_thw: Any, *, output: str = "embeddings") -> None:
         """Plan the layout.
 
         Args:
             tower: shared, not copied.
             grid_thw: [images, 3] integers, as of a call.
+            output: "embeddings", "patches" or "pooled", as of a call.
 
         Raises:
-            ValueError: a bad grid.
+            ValueError: a bad grid, or an unknown `output`.
         """
         super().__init__()
         self.tower = tower
         grid = as_grid(tower.config, host_grid(grid_thw))
-        self.layout = plan_layout(tower.config, grid, exact_bucket(tower.config, grid))
+        bucket = exact_bucket(tower.config, grid)
+        self.layout = plan_layout(tower.config, grid, bucket, output)
         placed = layout_tensors(self.layout, tower.device)
         for name in layout_arrays(self.layout):
             # Not views of one tensor, of which `torch.export.save` would warn. ONNX indexes by

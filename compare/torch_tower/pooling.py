@@ -1,4 +1,4 @@
-"""Means over segments, the twin of `flax_models.pooling`: without asking the device for lengths."""
+"""Means over segments of any length, the twin of `flax_models.pooling`; no device is waited for."""
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +9,8 @@ _CHUNK = 16  # rows that are summed at once
 def segment_means(rows: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """The mean of each segment's rows.
 
-    Sums are fp32, chunk by chunk from a segment's own start, so that no bit depends on what else is
-    in the call, and each reads its segment's rows alone, so that no NaN spreads.
+    Sums are fp32, chunk by chunk in the same order at every run, as those of a scatter are not.
+    Each is of its segment's rows alone, so that no NaN spreads.
 
     Args:
         rows: [tokens, channels] floating.

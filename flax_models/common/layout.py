@@ -190,18 +190,18 @@ def _plan(
     unit_h_w = np.stack([units.row[unit_order], units.column[unit_order]], axis=-1)
     positions[: len(unit_order)] = unit_h_w[:, None, :] * config.spatial_merge_size + patch_h_w
 
-    positions = positions.reshape(-1, 2)
-
-    output_order = place if output == "embeddings" else None
-    if output == "patches":
-        output_order = _raster_order(config, units, unit_order, positions)
-
     frame_sizes = None
     if config.num_position_embeddings is not None:
         frame_sizes = np.ones_like(positions)
         frame_h_w = np.stack([units.height[unit_order], units.width[unit_order]], axis=-1)
         frame_sizes[: len(unit_order)] = frame_h_w[:, None, :] * config.spatial_merge_size
         frame_sizes = _frozen(frame_sizes.reshape(-1, 2))
+
+    positions = positions.reshape(-1, 2)
+
+    output_order = place if output == "embeddings" else None
+    if output == "patches":
+        output_order = _raster_order(config, units, unit_order, positions)
 
     frame_tokens = np.repeat(grid[:, 1] * grid[:, 2], grid[:, 0])
     cu_image_seqlens = None

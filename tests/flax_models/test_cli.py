@@ -103,6 +103,24 @@ def test_embeddings_are_the_towers(run, checkpoint, images, tmp_path, out):
     assert os.listdir(tmp_path) == [out]
 
 
+@pytest.mark.parametrize("output", ["patches", "pooled"])
+def test_other_outputs(run, checkpoint, images, tmp_path, output):
+    status, stdout, stderr = run("--dtype", "float32", "--output", output)
+    assert (status, stderr) == (0, "")
+    arrays, _ = read(tmp_path / "out.npz")
+    pixel_values, grid_thw = preprocess(images)
+    tower = load_vision_tower(checkpoint, "float32")
+    expected = np.asarray(tower(pixel_values, grid_thw, output=output))
+    np.testing.assert_array_equal(arrays.pop("grid_thw"), grid_thw)
+    counts = grid_thw.prod(axis=1) if output == "patches" else [1, 1, 1]
+    assert [len(arrays[f"{output}_{number}"]) for number in range(3)] == list(counts)
+    ours = np.concatenate([arrays.pop(f"{output}_{number}") for number in range(3)])
+    np.testing.assert_array_equal(ours, expected)
+    assert not arrays
+    what = "means" if output == "pooled" else output
+    assert f"wrote {len(expected)} {what} of 3 images" in stdout
+
+
 def test_without_standard_error(run, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stderr", None)  # as where a shell closed it: 2>&-
     assert run()[0] == 0
