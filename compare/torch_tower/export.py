@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compare.torch_tower.graphs import first_rows
 from compare.torch_tower.inputs import layout_arrays, layout_tensors
 from compare.torch_tower.tower import Embeddings, VisionTower, host_grid, run_pass
 from flax_models.common.buckets import exact_bucket
@@ -58,4 +59,7 @@ class FixedLayoutTower(nn.Module):
             ValueError: another shape than the grid's.
         """
         arrays = dict(self.named_buffers(recurse=False))
-        return run_pass(self.tower, pixel_values, dataclasses.replace(self.layout, **arrays))
+        outputs = run_pass(self.tower, pixel_values, dataclasses.replace(self.layout, **arrays))
+        return first_rows(
+            outputs, self.layout.num_outputs
+        )  # of pooled images there is room for more

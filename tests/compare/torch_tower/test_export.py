@@ -53,6 +53,7 @@ def test_a_program_with_the_attention_as_one_operator(config, directory, tmp_pat
     assert_equal(served(patches), tower(patches, GRID))
 
 
+@pytest.mark.parametrize("config", ["head_dim_80"], indirect=True)
 @pytest.mark.parametrize("output", ["patches", "pooled"])
 def test_other_outputs(config, directory, output):
     tower = load(directory)
