@@ -36,7 +36,9 @@ def _chunk_sums(rows: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.Arra
     chunks = (jnp.diff(starts) + _CHUNK - 1) // _CHUNK
     new_starts = jnp.pad(jnp.cumsum(chunks, dtype=jnp.int32), (1, 0))
     chunk = jnp.arange(rows.shape[0] // _CHUNK + chunks.shape[0], dtype=jnp.int32)
-    segment = jnp.searchsorted(new_starts[1:-1], chunk, side="right", method="scan_unrolled")
+    # Of each sum its segment: one further on with every segment that starts there.
+    later = jnp.zeros_like(chunk).at[new_starts[1:-1]].add(1)
+    segment = jnp.cumsum(later, dtype=jnp.int32)
     first = starts[segment] + (chunk - new_starts[segment]) * _CHUNK
     entries = first[:, None] + jnp.arange(_CHUNK, dtype=jnp.int32)[None]
     inside = entries < starts[segment + 1][:, None]

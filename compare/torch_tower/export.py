@@ -13,8 +13,8 @@ from flax_models.common.buckets import exact_bucket
 from flax_models.common.grid import as_grid
 from flax_models.common.layout import plan_layout
 
-# Those of a layout's arrays that rows are looked up by.
-_INDEXES = ("window_order", "output_order")
+# Those of a layout's arrays that rows are looked up by, or that such indexes are made of.
+_INDEXES = ("window_order", "output_order", "cu_image_seqlens")
 
 
 class FixedLayoutTower(nn.Module):
@@ -60,6 +60,5 @@ class FixedLayoutTower(nn.Module):
         """
         arrays = dict(self.named_buffers(recurse=False))
         outputs = run_pass(self.tower, pixel_values, dataclasses.replace(self.layout, **arrays))
-        return first_rows(
-            outputs, self.layout.num_outputs
-        )  # of pooled images there is room for more
+        # There is room for as many means as frames, of which a clip has several.
+        return first_rows(outputs, self.layout.num_outputs)

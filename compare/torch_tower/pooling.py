@@ -14,7 +14,7 @@ def segment_means(rows: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
 
     Args:
         rows: [tokens, channels] floating.
-        cu_seqlens: [segments + 1] int32, increasing from 0.
+        cu_seqlens: [segments + 1] int32 or int64, increasing from 0.
 
     Returns:
         [segments, channels] in the dtype of rows; of empty segments rows that mean nothing.
@@ -33,14 +33,15 @@ def _chunk_sums(rows: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor,
 
     There are as many sums as any segments could need.
     """
+    like = {"dtype": starts.dtype, "device": starts.device}
     chunks = (starts.diff() + _CHUNK - 1) // _CHUNK
-    new_starts = F.pad(chunks.cumsum(0, dtype=torch.int32), (1, 0))
-    chunk = torch.arange(
-        rows.shape[0] // _CHUNK + chunks.shape[0], dtype=torch.int32, device=rows.device
-    )
-    segment = torch.searchsorted(new_starts[1:-1], chunk, right=True)
+    new_starts = F.pad(chunks.cumsum(0, dtype=starts.dtype), (1, 0))
+    chunk = torch.arange(rows.shape[0] // _CHUNK + chunks.shape[0], **like)
+    # Of each sum its segment: one further on with every segment that starts there.
+    later = torch.zeros_like(chunk).index_add(0, new_starts[1:-1], torch.ones_like(chunks[1:]))
+    segment = later.cumsum(0, dtype=starts.dtype)
     first = starts[segment] + (chunk - new_starts[segment]) * _CHUNK
-    entries = first[:, None] + torch.arange(_CHUNK, dtype=torch.int32, device=rows.device)
+    entries = first[:, None] + torch.arange(_CHUNK, **like)
     inside = entries < starts[segment + 1][:, None]
     taken = rows[entries.clamp(max=rows.shape[0] - 1)]
     return torch.where(inside[:, :, None], taken, 0).sum(dim=1, dtype=torch.float32), new_starts
