@@ -64,9 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arrays = _encode_images(tower, image_config, options)
         _write(options.out, arrays, [str(path) for path in options.images])
         rows = sum(len(rows) for name, rows in arrays.items() if name.startswith(options.output))
-        what = options.output if options.output != "pooled" else "means"
         images = f"{len(options.images)} image" + "s" * (len(options.images) > 1)
-        print(f"wrote {rows:,} {what} of {images} to {options.out}", flush=True)
+        print(f"wrote {rows:,} {_nouns(options.output)} of {images} to {options.out}", flush=True)
     except (ValueError, OSError, ImportError, MemoryError) as error:
         return _refuse(parser.prog, str(error) or "out of memory")
     except RuntimeError as error:
@@ -205,7 +204,7 @@ def _encode_images(
         for pixel_values, grid_thw in _batches(image_config, options):
             result = tower(pixel_values, grid_thw, output=output)
             if bad := tower.non_finite_images(result, grid_thw, output=output):
-                raise _not_finite(options.images[len(outputs) + bad[0]], tower)
+                raise _not_finite(options.images[len(outputs) + bad[0]], tower, output)
             rows, features = result if isinstance(result, tuple) else (result, ())
             ends = np.cumsum(output_rows(tower.config, grid_thw, output))
             outputs += np.split(np.asarray(rows, np.float32), ends[:-1])
@@ -221,9 +220,15 @@ def _encode_images(
     }
 
 
-def _not_finite(path: Path, tower: "flax_models.VisionTower") -> ImageError:
+def _nouns(output: str) -> str:
+    return "means" if output == "pooled" else output
+
+
+def _not_finite(path: Path, tower: "flax_models.VisionTower", output: str) -> ImageError:
     advice = "; --dtype bfloat16 has the range of fp32" if tower.dtype == np.float16 else ""
-    return ImageError(f"{path}: its embeddings hold infinities or NaN in {tower.dtype}{advice}")
+    return ImageError(
+        f"{path}: its {_nouns(output)} hold infinities or NaN in {tower.dtype}{advice}"
+    )
 
 
 def _batches(

@@ -150,9 +150,9 @@ def test_names_that_the_terminal_cannot_show(run, tmp_path, monkeypatch, name):
 def test_batches_change_nothing_but_the_number_of_calls(run, tmp_path, monkeypatch):
     calls, call = [], flax_models.VisionTower.__call__
 
-    def counted(tower, pixel_values, grid_thw):
+    def counted(tower, pixel_values, grid_thw, **options):
         calls.append(len(grid_thw))
-        return call(tower, pixel_values, grid_thw)
+        return call(tower, pixel_values, grid_thw, **options)
 
     monkeypatch.setattr(flax_models.VisionTower, "__call__", counted)
     run("--dtype", "float32", out="together.npz")
@@ -348,8 +348,8 @@ def test_the_image_that_is_not_finite_is_named(
     """Whatever made it so, and in whichever call."""
     call, columns = flax_models.VisionTower.__call__, []
 
-    def poisoned(tower, pixel_values, grid_thw):
-        rows = np.array(call(tower, pixel_values, grid_thw))
+    def poisoned(tower, pixel_values, grid_thw, **options):
+        rows = np.array(call(tower, pixel_values, grid_thw, **options))
         ends = np.cumsum(grid_thw.prod(axis=1)) // 4
         for number, end in enumerate(ends, start=len(columns)):
             rows[end - 1, 0] = np.nan if number == wrong else 0
