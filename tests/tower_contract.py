@@ -206,6 +206,18 @@ class TowerContract:
             self.run(whole, patches, grid), self.run(tower, patches, grid)
         )
 
+    def test_an_omni_models_checkpoint_holds_its_thinkers_tower(self, tmp_path):
+        config, grid = SMALL_TOWERS["qwen2_5_omni"], GRIDS["smaller_than_a_window"]
+        patches = random_patches(config, grid)
+        alone, whole = (
+            self.run(self.load(directory, "float32"), patches, grid)
+            for directory in (
+                write_checkpoint(tmp_path / "alone", config),
+                write_checkpoint(tmp_path / "whole", config, "thinker.visual."),
+            )
+        )
+        np.testing.assert_array_equal(alone, whole)
+
     def test_input_may_be_of_any_kind(self, config, tower):
         grid = GRIDS["clip"]
         patches = random_patches(config, grid)
