@@ -63,6 +63,7 @@ def fused_rope_attention(
     Raises:
         TypeError, ValueError: a type, dtype, shape or keyword is not as stated above, or an array's
             type says that it is split over devices otherwise than by heads.
+        NotImplementedError: `implementation="kernel"` where JAX has no Pallas Triton backend.
 
     Differentiable in q, k, v, cos and sin in reverse mode: the backward pass runs through the
     reference. Under vmap the calls run one after the other. With q, k and v split by heads along

@@ -22,8 +22,8 @@ class FixedLayoutTower(nn.Module):
 
     `torch.export.export(FixedLayoutTower(tower, grid_thw), (pixel_values,))` makes a program of it
     in which the attention is one operator, `fused_rope_attention.qkvpacked`, and all else PyTorch's
-    own. It runs wherever `triton_kernels` is imported. For `torch.onnx.export` see
-    `triton_kernels.integrations.onnx`.
+    own. It runs wherever `triton_kernels` is imported. `strict=True` needs PyTorch 2.13, which can
+    trace frozen dataclasses. For `torch.onnx.export` see `triton_kernels.integrations.onnx`.
 
     The layout's arrays are buffers that no state dict holds.
     """

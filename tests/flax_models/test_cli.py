@@ -162,6 +162,18 @@ def test_batches_change_nothing_but_the_number_of_calls(run, tmp_path, monkeypat
     assert together.keys() == alone.keys()
     for name, array in together.items():
         np.testing.assert_allclose(alone[name], array, rtol=1e-4, atol=1e-4)
+    # As many neighbours as fit, to the token: the first two and the last two, or all.
+    tokens = together["grid_thw"].prod(axis=1)
+    for limit in (tokens[:2].sum(), tokens[:2].sum() - 1, tokens.sum() - 1, tokens.sum()):
+        calls.clear()
+        run("--dtype", "float32", "--batch-tokens", str(limit))
+        expected, held = [], limit + 1
+        for image in tokens:
+            if held + image > limit:
+                expected, held = [*expected, 0], 0
+            expected[-1] += 1
+            held += image
+        assert calls == expected, limit
 
 
 def test_pixel_limits(run, tmp_path):

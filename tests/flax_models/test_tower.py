@@ -18,6 +18,7 @@ from flax_models import (  # noqa: E402
 )
 from flax_models import tower as tower_module  # noqa: E402
 from flax_models.compiled import COMPILER_OPTIONS, compiled  # noqa: E402
+from tests.pallas_kernels.no_gpu import products  # noqa: E402
 from tests.random_calls import random_calls, tokens_of  # noqa: E402
 from tests.tower_checkpoints import (  # noqa: E402
     GRIDS,
@@ -136,6 +137,17 @@ def test_any_image_takes_few_compilations(tmp_path, compilations):
     for grid in random_calls(2, 10, 3):
         tower(np.zeros((tokens_of(grid), WINDOWS_ALONE.patch_dim), np.float32), grid)
     assert not compilations
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
+def test_an_fp32_tower_never_multiplies_in_tf32(config, tmp_path, implementation):
+    """Which a GPU would by default."""
+    directory = write_checkpoint(tmp_path, config)
+    tower = load_vision_tower(directory, jnp.float32, implementation=implementation)
+    grid = GRIDS["clip"]
+    inputs = tower.prepare(random_patches(tower.config, grid), grid)
+    found = {eqn.params["precision"] for eqn in products(jax.make_jaxpr(encode)(tower, *inputs))}
+    assert found == {(jax.lax.Precision.HIGHEST,) * 2}
 
 
 def test_updated_parameters_take_effect(config, tower):

@@ -30,3 +30,19 @@ def cuda_device():
     device = AbstractDevice("NVIDIA H200", None, *platform)
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
+
+
+def products(traced):
+    """All matrix products of a jaxpr, those within kernels too."""
+    return [eqn for eqn in _equations(traced) if eqn.primitive.name == "dot_general"]
+
+
+def _equations(part):
+    """All equations of a jaxpr, or of what holds one, and of those within."""
+    if isinstance(part, list | tuple):
+        for each in part:
+            yield from _equations(each)
+    part = getattr(part, "jaxpr", part)
+    for eqn in getattr(part, "eqns", ()):
+        yield eqn
+        yield from _equations([*eqn.params.values()])

@@ -70,11 +70,15 @@ class AlignedMLP(StandIn):
         if gate is None or up is None or not is_own(self.act_fn, _SILU):
             return None
         parameters = *gate, *up, *down
-        dtype, device = x.dtype, x.device
-        if any(p is None or p.dtype != dtype or p.device != device for p in parameters):
+        recorded, dtype, device = torch.is_grad_enabled(), x.dtype, x.device
+        for p in parameters:
+            if p is None or p.dtype != dtype or p.device != device:
+                return None
+            if recorded and p.requires_grad:
+                return None
+        if (recorded and x.requires_grad) or x.ndim != 2:
             return None
-        recorded = torch.is_grad_enabled() and any(p.requires_grad for p in (x, *parameters))
-        if recorded or x.ndim != 2 or torch.is_autocast_enabled(device.type):
+        if torch.is_autocast_enabled(device.type):
             return None
         return x, *parameters[:-1]
 

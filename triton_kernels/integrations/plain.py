@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 _LINEAR = {nn.Linear: nn.Linear.forward}
+_TENSORS = (nn.Parameter, torch.Tensor)
 
 
 def is_plain(linear: nn.Module) -> bool:
@@ -24,15 +25,15 @@ def plain_parameters(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | No
     if not is_own(linear, _LINEAR):
         return None
     weight, bias = linear.weight, linear.bias
-    kinds = nn.Parameter, torch.Tensor  # FSDP puts plain tensors in the parameters' place
-    plain = (
-        type(weight) in kinds
-        and weight.shape == (linear.out_features, linear.in_features)
-        and weight.is_contiguous()
-        and not weight.is_meta
-        and (bias is None or (type(bias) in kinds and bias.shape == weight.shape[:1]))
-    )
-    return (weight, bias) if plain else None
+    shape = linear.out_features, linear.in_features
+    # FSDP puts plain tensors in the parameters' place.
+    if type(weight) not in _TENSORS or weight.shape != shape:
+        return None
+    if weight.is_meta or not weight.is_contiguous():
+        return None
+    if bias is not None and (type(bias) not in _TENSORS or bias.shape != shape[:1]):
+        return None
+    return weight, bias
 
 
 def is_own(module: nn.Module, forwards: dict[type[nn.Module], Callable]) -> bool:

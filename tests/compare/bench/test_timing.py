@@ -1,11 +1,13 @@
+import types
 import weakref
 
 import pytest
 import torch
 
+from compare.bench import ceilings as ceilings_module
 from compare.bench import timing as timing_module
 from compare.bench.ceilings import Ceilings
-from compare.bench.timing import GraphTimer, Timing, time_row, time_wall
+from compare.bench.timing import GraphTimer, Timing, input_sets, time_row, time_wall
 
 
 def test_median_and_spread():
@@ -56,6 +58,43 @@ def test_profiled_calls_write_to_memory_of_their_own(monkeypatch):
     timer.call, timer._sets = call, [(torch.ones(2),)] * 3
     timer.run_eagerly(2)
     assert alive == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_replay_is_a_call_of_every_set(monkeypatch):
+    replays = []
+    timer = object.__new__(GraphTimer)  # a whole one wants a GPU
+    timer.sets = 4
+    monkeypatch.setattr(timer, "_elapsed_ms", lambda n: replays.append(n) or 0.5 * n, raising=False)
+    timing = timer.time(samples=5)
+    assert timing.median_us == pytest.approx(500 / 4)
+    assert replays[2:] == [6] * 5  # 3 ms each, once it is warm and its time known
+
+
+@pytest.mark.parametrize(
+    ("cache", "bytes_per_set", "sets"),
+    [(50 << 20, 1 << 20, 200), (50 << 20, 150 << 20, 20), (0, 1 << 20, 256)],
+)
+def test_inputs_outgrow_the_cache(monkeypatch, cache, bytes_per_set, sets):
+    properties = types.SimpleNamespace(L2_cache_size=cache)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert input_sets(bytes_per_set) == sets
+    assert input_sets(1 << 40, calls=1) == 3
+
+
+def test_ceilings_count_what_is_read_and_written(monkeypatch):
+    """By a clock on which every call takes half a millisecond."""
+    for name in ("randn", "empty"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, make=make, device, **k: make(*a, **k))
+    monkeypatch.setattr(
+        ceilings_module, "elapsed_ms", lambda calls: 0.5 * len([call() for call in calls])
+    )
+    for name, size in (("_COPY_BYTES", 4096), ("_LARGE_COPY_BYTES", 8192), ("_MATRIX_SIDE", 16)):
+        monkeypatch.setattr(ceilings_module, name, size)
+    measured = ceilings_module.measure()
+    assert measured.copy_bytes_per_s == pytest.approx(2 * 4096 / 5e-4)
+    assert measured.large_copy_bytes_per_s == pytest.approx(2 * 8192 / 5e-4)
+    assert measured.matrix_flops_per_s == pytest.approx(2 * 16**3 / 5e-4)
 
 
 def test_floors():

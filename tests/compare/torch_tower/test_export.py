@@ -13,6 +13,7 @@ from tests.tower_checkpoints import SMALL_TOWERS, random_patches, write_checkpoi
 from tests.tower_contract import FP32_TOLERANCE, relative_error  # noqa: E402
 
 GRID = [(1, 12, 16), (2, 4, 6)]
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 @pytest.fixture(scope="module", params=["head_dim_80", "qwen2_vl", "qwen3_vl"])
@@ -38,7 +39,12 @@ def assert_equal(ours, theirs):
         assert relative_error(our.cpu().numpy(), their.cpu().numpy()) < FP32_TOLERANCE
 
 
-@pytest.mark.parametrize("strict", [False, True])
+# From PyTorch 2.11's own torch.export.load, of bytes that it reads.
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
+@pytest.mark.parametrize(
+    "strict",
+    [False, pytest.param(True, marks=pytest.mark.skipif(OLD, reason="needs PyTorch 2.13"))],
+)
 def test_a_program_with_the_attention_as_one_operator(config, directory, tmp_path, strict):
     tower = load(directory)
     patches = patches_of(config, tower)

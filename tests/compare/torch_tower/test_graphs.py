@@ -21,6 +21,7 @@ from compare.torch_tower import graphs as torch_graphs  # noqa: E402
 from compare.torch_tower import load_vision_tower  # noqa: E402
 from compare.torch_tower.attention import rotary_angles  # noqa: E402
 from compare.torch_tower.graphs import GraphCache  # noqa: E402
+from flax_models import choose_bucket, plan_layout  # noqa: E402
 from flax_models.common.layout import OUTPUTS  # noqa: E402
 from tests.compare.torch_tower.torch_results import numpy, rows, tensors  # noqa: E402
 from tests.random_calls import random_calls, tokens_of  # noqa: E402
@@ -74,6 +75,47 @@ def recording_tower(recorded, directory):
     tower = load_vision_tower(directory, torch.float32, "cpu", token_buckets=(64, 448))
     tower.graphs = GraphCache()
     return tower
+
+
+class Passes:
+    """Stands for a tower's pass; keeps the patches that each run read."""
+
+    def __init__(self, tokens=64):
+        self.config, self.read = WINDOWS_ALONE, []
+        self.bucket = choose_bucket(self.config, [(1, 8, 8)], [tokens])
+        self.weight = torch.zeros(1)
+
+    def __call__(self, patches, layout):
+        self.read.append(patches.clone())
+        return patches.clone()
+
+    def run(self, graphs, grid, **changes):
+        layout = replace(plan_layout(self.config, grid, self.bucket), **changes)
+        graphs(self, torch.ones(layout.num_tokens, 3), layout, self.weight)
+
+
+def test_patches_behind_a_shorter_call_are_zero(recorded):
+    graphs, passes = GraphCache(), Passes()
+    for grid in ([(1, 8, 8)], [(1, 4, 4)]):
+        passes.run(graphs, grid)
+    assert len(recorded) == 1
+    assert passes.read[-1].sum(dim=1).tolist() == [3.0] * 16 + [0.0] * 48
+
+
+def test_all_that_a_pass_fixes_tells_recordings_apart(recorded):
+    graphs, passes = GraphCache(), Passes()
+    for longest in (64, 128, 64):
+        passes.run(graphs, [(1, 8, 8)], max_frame_seqlen=longest)
+    assert len(graphs) == len(recorded) == 2
+
+
+def test_a_recording_that_is_forgotten_has_run(recorded, monkeypatch):
+    waited = []
+    monkeypatch.setattr(CpuRecorder, "wait", lambda _: waited.append(len(recorded)))
+    graphs, passes = GraphCache(limit=1), Passes()
+    for longest in (64, 128, 256):
+        passes.run(graphs, [(1, 8, 8)], max_frame_seqlen=longest)
+    assert waited == [1, 2]
 
 
 def test_replays_equal_the_pass_itself(config, tower, recording_tower, recorded):

@@ -72,6 +72,29 @@ def test_what_a_failed_call_had_queued_is_waited_for(cuda):
     cuda.Event.return_value.record.assert_called_once_with(cuda.current_stream.return_value)
 
 
+def test_a_turn_begins_when_the_one_before_has_run(cuda):
+    recorder = Recorder(torch.device("cuda"))
+    stream, finished = cuda.current_stream.return_value, cuda.Event.return_value
+    with recorder.turn():
+        stream.wait_event.assert_called_once_with(finished)
+        finished.record.assert_not_called()
+    finished.record.assert_called_once_with(stream)
+    recorder.wait()
+    finished.synchronize.assert_called_once_with()
+
+
+def test_a_recording_begins_when_what_it_reads_is_there(cuda, workspace_sizes):
+    """And the capture when all before it has run, as nothing may be waited for within."""
+    order, stream = [], cuda.Stream.return_value
+    stream.wait_stream.side_effect = lambda other: order.append(("waits for", other))
+    stream.synchronize.side_effect = lambda: order.append("synchronized")
+    cuda.CUDAGraph.side_effect = lambda: order.append("captures") or mock.MagicMock()
+    Recorder(torch.device("cuda")).record(lambda: order.append("runs"))
+    caller = cuda.current_stream.return_value
+    expected = [("waits for", caller), "runs", "runs", "synchronized", "captures", "runs"]
+    assert order == expected
+
+
 @pytest.mark.parametrize("before", [None, "4096"])
 def test_products_are_recorded_without_workspace_where_a_variable_sets_it(monkeypatch, before):
     """PyTorch before 2.13."""

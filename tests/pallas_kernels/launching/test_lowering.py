@@ -15,7 +15,7 @@ from pallas_kernels.launching import choose
 from pallas_kernels.launching.compile import compiling_by
 from pallas_kernels.launching.table import Device, Gpu, Launch, Row, Table
 from tests.kernel_contract import STREAM, WINDOW
-from tests.pallas_kernels.no_gpu import cuda_device, hide_gpus
+from tests.pallas_kernels.no_gpu import cuda_device, hide_gpus, products
 
 TOKENS, HEADS, SEGMENTS = 1024, 16, 16
 
@@ -91,33 +91,25 @@ def test_where_integers_have_64_bits_by_default(fuse, max_seqlen):
         assert kernels(lower(fuse=fuse, max_seqlen=max_seqlen)) >= 1
 
 
-def equations(part):
-    """All equations of a jaxpr, or of what holds one, and of those within."""
-    if isinstance(part, list | tuple):
-        for each in part:
-            yield from equations(each)
-    part = getattr(part, "jaxpr", part)
-    for eqn in getattr(part, "eqns", ()):
-        yield eqn
-        yield from equations([*eqn.params.values()])
-
-
 @pytest.mark.parametrize("precision", ["highest", "TF32_TF32_F32", "BF16_BF16_F32_X3"])
-@pytest.mark.parametrize("max_seqlen", [64, STREAM])
-def test_products_are_the_kernels_own_choice(max_seqlen, precision):
-    """A program may ask for other products by default: split or in fp32, bf16 ones take longer."""
+@pytest.mark.parametrize("max_seqlen", [WINDOW, STREAM])
+@pytest.mark.parametrize(
+    ("dtype", "own"),
+    [(jnp.bfloat16, jax.lax.Precision.DEFAULT), (jnp.float32, jax.lax.Precision.HIGHEST)],
+)
+def test_products_are_the_kernels_own_choice(dtype, own, max_seqlen, precision):
+    """A program may ask for others by default: bf16 ones would take longer, fp32 ones be tf32."""
     attend = functools.partial(
         pallas_kernels.fused_rope_attention_qkvpacked,
         max_seqlen=max_seqlen,
         implementation="kernel",
     )
-    shapes = ((TOKENS, 3, HEADS, 80), jnp.bfloat16), ((TOKENS, 40), jnp.float32)
+    shapes = ((TOKENS, 3, HEADS, 80), dtype), ((TOKENS, 40), jnp.float32)
     qkv, angles = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
     cu_seqlens = jax.ShapeDtypeStruct((SEGMENTS + 1,), jnp.int32)
     with cuda_device(), jax.default_matmul_precision(precision):
         traced = jax.make_jaxpr(attend)(qkv, angles, angles, cu_seqlens)
-    products = [eqn for eqn in equations(traced) if eqn.primitive.name == "dot_general"]
-    assert {eqn.params["precision"] for eqn in products} == {(jax.lax.Precision.DEFAULT,) * 2}
+    assert {eqn.params["precision"] for eqn in products(traced)} == {(own, own)}
 
 
 def test_another_table_for_a_while():
