@@ -5,7 +5,7 @@ one of its names is first used.
 
 - `common`: what both towers share, in NumPy alone.
 - `tower`: the Flax tower, of the layers in `blocks`, their `attention`, matrix `products`, the
-  `gated` activation and `gated_product`.
+  `gated` activation and `gated_product`, and of `pooling` over an image.
 - Around a pass: `inputs` and `device` bring patches there, `compiled` calls it, `rows` takes the
   images' own rows of what comes out.
 - `__main__`: the command line, `python -m flax_models`.

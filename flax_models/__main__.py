@@ -20,16 +20,23 @@ from safetensors.numpy import save
 import flax_models
 from flax_models import ImageConfig, ImageError, preprocess
 from flax_models.common.images import check_file
+from flax_models.common.layout import OUTPUTS, output_rows
 
 _DESCRIPTION = """\
-Compute the embeddings that a vision tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL makes of image files,
-as the language model would receive them.
+Compute what a vision tower of Qwen's makes of image files: of Qwen2-VL, Qwen2.5-VL, Qwen3-VL,
+Qwen3.5, Qwen2.5-Omni or Qwen3-Omni.
 
-FILE gets, for image number i of the command line, the array "embeddings_<i>", fp32
-[tokens, out_hidden_size], row after row of the image's merged patches (28 x 28 pixels, in Qwen3-VL
-32 x 32), and from Qwen3-VL also "deepstack_<i>", fp32 [features, tokens, out_hidden_size];
-"grid_thw", int64 [images, 3], each image's temporal patches, rows and columns of patches; and the
-images' names: in .npz as the array "images", in .safetensors as the JSON list "images" of the
+FILE gets, for image number i of the command line, what --output asks for, fp32:
+
+"embeddings_<i>", as the language model would receive them, [tokens, out_hidden_size], row after row
+of the image's merged patches (28 x 28 pixels, from Qwen3 on 32 x 32), and with DeepStack (Qwen3-VL,
+Qwen3-Omni) also "deepstack_<i>", [features, tokens, out_hidden_size];
+"patches_<i>", the encoder's own features before they are merged, [patches, hidden_size], row after
+row of patches;
+"pooled_<i>", the mean of those, [1, hidden_size].
+
+And "grid_thw", int64 [images, 3], each image's temporal patches, rows and columns of patches; and
+the images' names: in .npz as the array "images", in .safetensors as the JSON list "images" of the
 metadata. FILE appears only when it is complete.
 """
 
@@ -56,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         arrays = _encode_images(tower, image_config, options)
         _write(options.out, arrays, [str(path) for path in options.images])
-        tokens = sum(len(rows) for name, rows in arrays.items() if name.startswith("embeddings_"))
+        rows = sum(len(rows) for name, rows in arrays.items() if name.startswith(options.output))
         images = f"{len(options.images)} image" + "s" * (len(options.images) > 1)
-        print(f"wrote {tokens:,} embeddings of {images} to {options.out}", flush=True)
+        print(f"wrote {rows:,} {_nouns(options.output)} of {images} to {options.out}", flush=True)
     except (ValueError, OSError, ImportError, MemoryError) as error:
         return _refuse(parser.prog, str(error) or "out of memory")
     except RuntimeError as error:
@@ -89,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--out", required=True, type=_output_path, metavar="FILE", help=".safetensors or .npz"
+    )
+    parser.add_argument(
+        "--output",
+        default="embeddings",
+        choices=OUTPUTS,
+        help="what to compute (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",
@@ -179,36 +192,43 @@ def _encode_images(
     tower: "flax_models.VisionTower", image_config: ImageConfig, options: argparse.Namespace
 ) -> dict[str, np.ndarray]:
     """Encode every image: the file's arrays by their names."""
+    output = options.output
     bar = TextColumn("encoding images"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     console.quiet = not console.is_terminal  # before 14.3 rich ends a line of a disabled bar too
-    embeddings: list[np.ndarray] = []
+    outputs: list[np.ndarray] = []
     deepstack: list[np.ndarray] = []
     grids = []
     with Progress(*bar, console=console, disable=console.quiet) as progress:
         task = progress.add_task("", total=len(options.images))
         for pixel_values, grid_thw in _batches(image_config, options):
-            result = tower(pixel_values, grid_thw)
-            if bad := tower.non_finite_images(result, grid_thw):
-                raise _not_finite(options.images[len(embeddings) + bad[0]], tower)
+            result = tower(pixel_values, grid_thw, output=output)
+            if bad := tower.non_finite_images(result, grid_thw, output=output):
+                raise _not_finite(options.images[len(outputs) + bad[0]], tower, output)
             rows, features = result if isinstance(result, tuple) else (result, ())
-            ends = np.cumsum(grid_thw.prod(axis=1)) // tower.config.merge_unit
-            embeddings += np.split(np.asarray(rows, np.float32), ends[:-1])
+            ends = np.cumsum(output_rows(tower.config, grid_thw, output))
+            outputs += np.split(np.asarray(rows, np.float32), ends[:-1])
             if features:
                 stacked = np.stack([np.asarray(feature, np.float32) for feature in features])
                 deepstack += np.split(stacked, ends[:-1], axis=1)
             grids.append(grid_thw)
             progress.advance(task, len(grid_thw))
     return {
-        **{f"embeddings_{number}": rows for number, rows in enumerate(embeddings)},
+        **{f"{output}_{number}": rows for number, rows in enumerate(outputs)},
         **{f"deepstack_{number}": features for number, features in enumerate(deepstack)},
         "grid_thw": np.concatenate(grids),
     }
 
 
-def _not_finite(path: Path, tower: "flax_models.VisionTower") -> ImageError:
+def _nouns(output: str) -> str:
+    return "means" if output == "pooled" else output
+
+
+def _not_finite(path: Path, tower: "flax_models.VisionTower", output: str) -> ImageError:
     advice = "; --dtype bfloat16 has the range of fp32" if tower.dtype == np.float16 else ""
-    return ImageError(f"{path}: its embeddings hold infinities or NaN in {tower.dtype}{advice}")
+    return ImageError(
+        f"{path}: its {_nouns(output)} hold infinities or NaN in {tower.dtype}{advice}"
+    )
 
 
 def _batches(

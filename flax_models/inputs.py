@@ -12,14 +12,16 @@ from flax_models.common.config import VisionConfig
 from flax_models.common.layout import Layout, check_patches
 from flax_models.device import arrived, upload
 
-# The bounds choose a kernel and so are static; whatever else varies with the images is data.
+# The bounds choose a kernel, the output a program, and so are static; whatever else varies with the
+# images is data.
 jax.tree_util.register_dataclass(
     Layout,
     data_fields=(
         *("window_order", "output_order", "positions", "frame_sizes"),
-        *("cu_window_seqlens", "cu_frame_seqlens", "num_tokens", "num_merged"),
+        *("cu_window_seqlens", "cu_frame_seqlens", "cu_image_seqlens"),
+        *("num_tokens", "num_merged", "num_outputs"),
     ),
-    meta_fields=("max_window_seqlen", "max_frame_seqlen"),
+    meta_fields=("max_window_seqlen", "max_frame_seqlen", "output"),
 )
 
 

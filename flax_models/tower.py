@@ -26,6 +26,7 @@ from flax_models.common.weights import tower_parameters
 from flax_models.compiled import Jitted, compiled
 from flax_models.device import arrived, find_device, free_memory, home_device
 from flax_models.inputs import on_device, pad_patches
+from flax_models.pooling import segment_means
 from flax_models.rows import first_rows
 from pallas_kernels.checks import IMPLEMENTATIONS
 
@@ -88,7 +89,9 @@ class VisionTower(nnx.Module):
             ]
         )
 
-    def __call__(self, pixel_values: ArrayLike, grid_thw: ArrayLike) -> Embeddings:
+    def __call__(
+        self, pixel_values: ArrayLike, grid_thw: ArrayLike, *, output: str = "embeddings"
+    ) -> Embeddings:
         """Encode images and clips, all in one call of one compiled function.
 
         The first call of each bucket compiles; `encode` is the same under a `jax.jit` of your own.
@@ -102,27 +105,36 @@ class VisionTower(nnx.Module):
                 tokens. Either is waited for until it is on the device, see `device.arrived`; a
                 `jax.Array` that is still computed there makes the call wait for all before it.
             grid_thw: [images, 3] integers: frames, rows and columns of each image in patches.
+            output: one of `layout.OUTPUTS`; each compiles for itself. "embeddings": the language
+                model's. "patches": the encoder's own features, the hidden states that the merger,
+                and its norm, would get. "pooled": their mean over each image or clip.
 
         Returns:
             Embeddings [tokens / merge_unit, out_hidden_size] in `dtype`, in Hugging Face's order:
             image after image, in each frame after frame, in each row after row of merge units.
             They are committed to the tower's device where it lives on one. Whether they are finite
             `non_finite_images` tells.
-            A tower with DeepStack, Qwen3-VL's, returns (embeddings, features): in a tuple the
-            features of each block of `deepstack_visual_indexes`, of the embeddings' shape and
-            order.
+            A tower with DeepStack, Qwen3-VL's or Qwen3-Omni's, returns (embeddings, features): in a
+            tuple the features of each block of `deepstack_visual_indexes`, of the embeddings' shape
+            and order.
+            For "patches" one array [tokens, hidden_size] in raster order: image after image, in
+            each frame after frame, in each row after row of patches. For "pooled" one array
+            [images, hidden_size], summed in fp32.
 
         Raises:
             ValueError: a bad grid, more tokens than the largest bucket, `pixel_values` that do
-                not match the grid, or frames that `frame_attention` cannot take.
+                not match the grid, an unknown `output`, or frames that `frame_attention` cannot
+                take.
             TypeError: `pixel_values` are not floating-point.
             MemoryError: a pass over so many tokens does not fit in what memory is free.
         """
-        patches, layout = self.prepare(pixel_values, grid_thw)
+        patches, layout = self.prepare(pixel_values, grid_thw, output=output)
         outputs = compiled(_encode, self)(*self._on_device(patches, layout))
-        return jax.tree.map(lambda output: first_rows(output, layout.num_merged), outputs)
+        return jax.tree.map(lambda rows: first_rows(rows, layout.num_outputs), outputs)
 
-    def non_finite_images(self, result: Embeddings, grid_thw: ArrayLike) -> list[int]:
+    def non_finite_images(
+        self, result: Embeddings, grid_thw: ArrayLike, *, output: str = "embeddings"
+    ) -> list[int]:
         """Ask which images of a call came out with infinities or NaN; no call looks by itself.
 
         In fp16 they do where activations pass its range, as the published towers' do for some
@@ -130,19 +142,19 @@ class VisionTower(nnx.Module):
 
         Args:
             result: what the call returned.
-            grid_thw: what it was given.
+            grid_thw, output: what it was given.
 
         Returns:
             The images' numbers, from 0; none if all of the result is finite.
 
         Raises:
-            ValueError: a bad grid, or one of another number of embeddings.
+            ValueError: a bad grid, one of another number of rows, or an unknown `output`.
         """
-        rows = (is_finite(np.asarray(rows), axis=1) for rows in jax.tree.leaves(result))
-        return non_finite_images(self.config, grid_thw, np.logical_and.reduce(list(rows)))
+        finite = [is_finite(np.asarray(rows), axis=1) for rows in jax.tree.leaves(result)]
+        return non_finite_images(self.config, grid_thw, np.logical_and.reduce(finite), output)
 
     def prepare(
-        self, pixel_values: ArrayLike, grid_thw: ArrayLike
+        self, pixel_values: ArrayLike, grid_thw: ArrayLike, *, output: str = "embeddings"
     ) -> tuple[np.ndarray | jax.Array, Layout]:
         """Pad a call's input to its bucket, which makes it the input of `encode`.
 
@@ -151,14 +163,14 @@ class VisionTower(nnx.Module):
 
         Returns:
             The patches padded with zeros, [bucket.tokens, patch_dim], and the layout. The first
-            `layout.num_merged` rows of what `encode` makes of them are the embeddings.
+            `layout.num_outputs` rows of what `encode` makes of them are the output.
         """
         bucket = choose_bucket(self.config, grid_thw, self.token_buckets)
         weight = self.patch_embed.proj.weight
         check_memory(self.config, bucket.tokens, self.dtype, lambda: free_memory(weight))
         if self.frame_attention == "cudnn":
             bucket = bucket_of_equal_frames(grid_thw, bucket, pad_one=True)
-        layout = plan_layout(self.config, grid_thw, bucket)
+        layout = plan_layout(self.config, grid_thw, bucket, output)
         return pad_patches(self.config, pixel_values, layout), layout
 
     def hidden_states(self, pixel_values: ArrayLike, grid_thw: ArrayLike) -> Iterator[jax.Array]:
@@ -252,7 +264,8 @@ def encode(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> Embed
 
     All three arguments are pytrees. The tower's leaves are its parameters; a function of those
     alone is `lambda params, ...: encode(nnx.merge(graphdef, params), ...)`. The layout's arrays are
-    data and its two bounds are static, so one compilation serves all layouts of one bucket. A call
+    data, its two bounds and its output static, so one compilation serves all layouts of one bucket
+    and output. A call
     of the tower compiles by `compiled.COMPILER_OPTIONS`, which a `jax.jit` may be given too, and
     waits until its arguments are on the device, see `device.arrived`.
 
@@ -264,20 +277,25 @@ def encode(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> Embed
             returns both.)
 
     Returns:
-        Embeddings [bucket.tokens / merge_unit, out_hidden_size] in the tower's dtype, in Hugging
-        Face's order. The first `layout.num_merged` rows are the images', the others mean nothing.
-        With DeepStack (embeddings, features) as from a call, each with such rows.
+        What a call does for `layout.output`, each array with rows for all of the bucket:
+        tokens / merge_unit of embeddings, tokens of patches, frames of pooled ones. The first
+        `layout.num_outputs` are the images', the others mean nothing.
 
     Raises:
         ValueError: `pixel_values` have another shape than the layout asks for, or the layout has
             frames that the tower's `frame_attention` cannot take.
     """
-    indexes = tower.config.deepstack_visual_indexes
+    merged = layout.output == "embeddings"
+    indexes = tower.config.deepstack_visual_indexes if merged else ()
     features = []
     for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
         if index in indexes:
             merger = tower.deepstack_mergers[indexes.index(index)]
             features.append(merger(hidden)[layout.output_order])
+    if layout.output == "pooled":
+        return segment_means(hidden, layout.cu_image_seqlens)
+    if layout.output == "patches":
+        return hidden[layout.output_order]
     embeddings = tower.merger(hidden)[layout.output_order]
     return (embeddings, tuple(features)) if indexes else embeddings
 

@@ -40,6 +40,19 @@ def relative_error(ours, theirs):
     return np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
 
 
+def in_raster_order(config, grid, rows):
+    """Patches [tokens, channels] of window order, image by image as [t, h, w, channels]."""
+    merge, channels = config.spatial_merge_size, rows.shape[-1]
+    unwindowed = np.empty_like(rows)
+    unwindowed[plan_layout(config, grid).window_order] = rows
+    images = []
+    for t, h, w in grid:
+        image, unwindowed = np.split(unwindowed, [t * h * w])
+        units = image.reshape(t, h // merge, w // merge, merge, merge, channels)
+        images.append(units.swapaxes(2, 3).reshape(t, h, w, channels))
+    return images
+
+
 def side_by_side(result, numpy=np.asarray):
     """What a tower returns as one array: DeepStack's features in columns beside the embeddings."""
     embeddings, features = result if isinstance(result, tuple) else (result, ())
@@ -152,6 +165,30 @@ class TowerContract:
         np.testing.assert_allclose(ours[: len(positions)], expected, atol=1e-5)
         assert np.isfinite(ours).all()
 
+    def test_patches_are_the_last_hidden_state_in_raster_order(self, config, tower):
+        grid = GRIDS["mix"]
+        patches = random_patches(config, grid)
+        *_, state = tower.hidden_states(patches, grid)
+        images = in_raster_order(config, grid, self.numpy(state))
+        ours = self.numpy(tower(patches, grid, output="patches"))
+        rows = [image.reshape(-1, config.hidden_size) for image in images]
+        assert relative_error(ours, np.concatenate(rows)) < FP32_TOLERANCE
+        pooled = self.numpy(tower(patches, grid, output="pooled"))
+        assert relative_error(pooled, np.stack([image.mean(axis=0) for image in rows])) < 1e-5
+
+    @pytest.mark.parametrize("output", [None, "patch", ["patches"]])
+    def test_unknown_outputs(self, config, tower, output):
+        grid = [(1, 2, 2)]
+        patches = random_patches(config, grid)
+        message = "output must be one of embeddings, patches, pooled, got "
+        for method, rows in (
+            (tower, patches),
+            (tower.prepare, patches),
+            (tower.non_finite_images, self.array(patches)),
+        ):
+            with pytest.raises(ValueError, match=message):
+                method(rows, grid, output=output)
+
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_same_input_same_bits(self, config, directory, dtype):
         grid = GRIDS["mix"]
@@ -168,6 +205,18 @@ class TowerContract:
         np.testing.assert_array_equal(
             self.run(whole, patches, grid), self.run(tower, patches, grid)
         )
+
+    def test_an_omni_models_checkpoint_holds_its_thinkers_tower(self, tmp_path):
+        config, grid = SMALL_TOWERS["qwen2_5_omni"], GRIDS["smaller_than_a_window"]
+        patches = random_patches(config, grid)
+        alone, whole = (
+            self.run(self.load(directory, "float32"), patches, grid)
+            for directory in (
+                write_checkpoint(tmp_path / "alone", config),
+                write_checkpoint(tmp_path / "whole", config, "thinker.visual."),
+            )
+        )
+        np.testing.assert_array_equal(alone, whole)
 
     def test_input_may_be_of_any_kind(self, config, tower):
         grid = GRIDS["clip"]
@@ -189,8 +238,18 @@ class TowerContract:
             result = tower(changed, grid)
             for kind in (grid, self.array(grid)):
                 assert tower.non_finite_images(result, kind) == wrong
-        with pytest.raises(ValueError, match="asks for 1 embeddings, got"):
+        with pytest.raises(ValueError, match="asks for 1 rows of embeddings, got"):
             tower.non_finite_images(result, [(1, 2, 2)])
+
+    @pytest.mark.parametrize("output", ["patches", "pooled"])
+    def test_tells_which_images_of_other_outputs_are_not_finite(self, config, tower, output):
+        grid = np.array(GRIDS["mix"])
+        patches = random_patches(config, grid)
+        patches[np.cumsum(grid.prod(axis=1))[[1, 2]] - 1, 0] = np.nan
+        result = tower(patches, grid, output=output)
+        assert tower.non_finite_images(result, grid, output=output) == [1, 2]
+        with pytest.raises(ValueError, match="asks for 111 rows of embeddings, got"):
+            tower.non_finite_images(result, grid)
 
     def test_tells_of_features_that_are_not_finite(self, config, tower):
         grid = GRIDS["mix"]
@@ -348,6 +407,14 @@ class HuggingFaceContract:
         patches = random_patches(config, grid, seed=1)
         ours = side_by_side(tower(patches, grid), self.numpy)
         assert relative_error(ours, hugging_face(patches, grid)) < FP32_TOLERANCE
+
+    def test_patches_are_hugging_faces_in_raster_order(self, config, hugging_face, tower):
+        grid = GRIDS["mix"]
+        patches = random_patches(config, grid)
+        images = in_raster_order(config, grid, hugging_face.run(patches, grid)[1][-1])
+        theirs = np.concatenate([image.reshape(-1, config.hidden_size) for image in images])
+        ours = self.numpy(tower(patches, grid, output="patches"))
+        assert relative_error(ours, theirs) < FP32_TOLERANCE
 
     def test_features_of_blocks_that_are_not_there(self, tmp_path):
         pytest.importorskip("torch")

@@ -30,7 +30,10 @@ _POSITION_STD = 0.5  # about as large as the embedded patches that it is added t
 _CLASS_NAMES = {
     "qwen2_vl": ("Qwen2VLVisionConfig", "Qwen2VisionTransformerPretrainedModel"),
     "qwen2_5_vl": ("Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel"),
+    "qwen2_5_omni": ("Qwen2_5OmniVisionEncoderConfig", "Qwen2_5OmniVisionEncoder"),
     "qwen3_vl": ("Qwen3VLVisionConfig", "Qwen3VLVisionModel"),
+    "qwen3_omni_moe": ("Qwen3OmniMoeVisionEncoderConfig", "Qwen3OmniMoeVisionEncoder"),
+    "qwen3_5": ("Qwen3_5VisionConfig", "Qwen3_5VisionModel"),
 }
 
 _SHARD = "500MB"  # several files, as real checkpoints come
@@ -176,6 +179,8 @@ def _scaled(name: str, draw: torch.Tensor) -> torch.Tensor:
     weight = draw * draw[0].numel() ** -0.5
     if name.endswith("attn.qkv.weight"):
         weight[: len(weight) * 2 // 3] *= _QK_GAIN
+    if name.endswith(("attn.q.weight", "attn.k.weight")):
+        weight *= _QK_GAIN
     if name.endswith(_INTO_RESIDUAL):
         weight *= _RESIDUAL_GAIN
     return weight

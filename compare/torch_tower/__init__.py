@@ -1,9 +1,9 @@
 """The vision tower in PyTorch, the twin of the one in `flax_models`, with the same file names.
 
 `tower` holds it, of the layers in `blocks`, their `attention` (over whole frames also by a library
-of `varlen`), the `gated` activation and `gated_product`; `graphs` records passes, `inputs` and
-`device` bring patches to where they are encoded; `export` fixes a layout for `torch.export` and
-ONNX. What is NumPy alone is `flax_models.common`'s.
+of `varlen`), the `gated` activation and `gated_product`, and of `pooling` over an image; `graphs`
+records passes, `inputs` and `device` bring patches to where they are encoded; `export` fixes a
+layout for `torch.export` and ONNX. What is NumPy alone is `flax_models.common`'s.
 
 PyTorch is imported when the tower is first asked for: other rooms take single modules of this one.
 """

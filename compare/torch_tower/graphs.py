@@ -1,4 +1,4 @@
-"""CUDA graphs of a tower: one recorded pass for each bucket, replayed in a single launch.
+"""CUDA graphs of a tower: one recorded pass for each bucket and output, replayed in one launch.
 
 A forward pass is hundreds of kernels, many of which run shorter than their launch takes.
 """
@@ -39,7 +39,7 @@ class GraphCache:
     def __init__(self, limit: int = 16) -> None:
         self.limit = limit
         self._lock = threading.Lock()
-        self._recordings: OrderedDict[tuple[int, ...], _Recording] = OrderedDict()
+        self._recordings: OrderedDict[tuple[str | int, ...], _Recording] = OrderedDict()
         self._recorder: Recorder | None = None
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
@@ -63,7 +63,7 @@ class GraphCache:
     def __call__(
         self, encode: Encode, patches: torch.Tensor, layout: Layout, weight: torch.Tensor
     ) -> Outputs:
-        """Replay the layout's bucket, recording it first where it is new.
+        """Replay the pass of the layout's bucket and output, recording it first where it is new.
 
         Args:
             encode: the pass; must not wait for the GPU.
@@ -72,7 +72,7 @@ class GraphCache:
             weight: a parameter; the pass gets patches of its dtype on its device.
 
         Returns:
-            The first `layout.num_merged` rows of everything that `encode` returns.
+            The first `layout.num_outputs` rows of everything that `encode` returns.
         """
         # Buffers made in inference mode could not be written to outside it. Leaving it turns
         # gradients on, and buffers would keep alive all that their patches were computed from.
@@ -86,7 +86,7 @@ class GraphCache:
     def _find(
         self, encode: Encode, patch_dim: int, layout: Layout, weight: torch.Tensor
     ) -> "_Recording":
-        key = _sizes(layout)
+        key = _fixed(layout)
         if key not in self._recordings:
             self._forget(len(self._recordings) - self.limit + 1)
             self._recordings[key] = _Recording(encode, patch_dim, layout, weight, self._recorder)
@@ -106,9 +106,10 @@ def _can_record(device: torch.device) -> bool:
 
 
 @functools.lru_cache(maxsize=32)
-def _sizes(layout: Layout) -> tuple[int, ...]:
+def _fixed(layout: Layout) -> tuple[str | int, ...]:
     """All that a recording fixes of a layout; remembered, as layouts are."""
-    return (*map(len, layout_arrays(layout).values()), layout.max_frame_seqlen)
+    lengths = map(len, layout_arrays(layout).values())
+    return (layout.output, *lengths, layout.max_frame_seqlen)
 
 
 class Recorder:
@@ -228,7 +229,7 @@ class _Recording:
             self._flat.copy_(layout_on_device(layout, self._flat.device))
             self._layout = layout
         self._replay()
-        return first_rows(self._outputs, layout.num_merged, copy=True)
+        return first_rows(self._outputs, layout.num_outputs, copy=True)
 
 
 def first_rows(outputs: Outputs, rows: int, *, copy: bool = False) -> Outputs:

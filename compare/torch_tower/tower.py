@@ -19,6 +19,7 @@ from compare.torch_tower.blocks import Block, LateNormBlock, PatchEmbed, PatchMe
 from compare.torch_tower.device import as_tensor, find_device, free_memory
 from compare.torch_tower.graphs import GraphCache, first_rows
 from compare.torch_tower.inputs import layout_tensors, patches_tensor
+from compare.torch_tower.pooling import segment_means
 from flax_models import Layout, VisionConfig, choose_bucket, plan_layout, read_checkpoint
 from flax_models.common.buckets import (
     Bucket,
@@ -123,13 +124,15 @@ class VisionTower(nn.Module):
         """Of parameters, activations and embeddings; in fp16 `product_bias` of an MLP is fp32."""
         return self.patch_embed.proj.weight.dtype
 
-    def forward(self, pixel_values: Any, grid_thw: Any) -> Embeddings:
+    def forward(
+        self, pixel_values: Any, grid_thw: Any, *, output: str = "embeddings"
+    ) -> Embeddings:
         """Encode images and clips, all in one call, for inference: no gradients are recorded.
 
-        The first call of each bucket records a CUDA graph, where there are graphs. What is written
-        to the parameters takes effect, and so do `to` and `load_state_dict`; after a parameter is
-        replaced by other means, or a module, `graphs.clear()` has to follow. A hook of a module is
-        called while a graph is recorded, not when it is replayed.
+        The first call of each bucket and output records a CUDA graph, where there are graphs. What
+        is written to the parameters takes effect, and so do `to` and `load_state_dict`; after a
+        parameter is replaced by other means, or a module, `graphs.clear()` has to follow. A hook of
+        a module is called while a graph is recorded, not when it is replayed.
 
         Args:
             pixel_values: [tokens, patch_dim] floating, the patches of all images as `preprocess`
@@ -138,10 +141,12 @@ class VisionTower(nn.Module):
                 three calls they take memory then, in their own dtype.
             grid_thw: [images, 3] integers: frames, rows and columns of each image in patches. On
                 the GPU it costs a synchronisation.
+            output: "embeddings", "patches" or "pooled", as of the twin.
 
         Returns:
             Embeddings [tokens / merge_unit, out_hidden_size] in `dtype` on `device`, or from a
-            tower with DeepStack (embeddings, features), all as the twin returns them.
+            tower with DeepStack (embeddings, features); for "patches" [tokens, hidden_size], for
+            "pooled" [images, hidden_size]; all as the twin returns them.
 
         Raises:
             ValueError, TypeError, MemoryError: where the twin raises them.
@@ -153,34 +158,39 @@ class VisionTower(nn.Module):
         # Padding makes recordings few; without one it would only be work.
         if not recorded and self.token_buckets is None:
             bucket = exact_bucket(self.config, grid)
-        layout = self._plan(grid, bucket)
+        layout = self._plan(grid, bucket, output)
         patches = patches_tensor(self.config, pixel_values, layout, self.device)
         if recorded:
             weight = self.patch_embed.proj.weight
             return self.graphs(functools.partial(encode, self), patches, layout, weight)
-        return first_rows(encode(self, *self._place(patches, layout)), layout.num_merged)
+        return first_rows(encode(self, *self._place(patches, layout)), layout.num_outputs)
 
-    def non_finite_images(self, result: Embeddings, grid_thw: Any) -> list[int]:
+    def non_finite_images(
+        self, result: Embeddings, grid_thw: Any, *, output: str = "embeddings"
+    ) -> list[int]:
         """Ask which images of a call came out with infinities or NaN; no call looks by itself.
 
         Args, result and errors are those of the twin. This waits for the result and reads it once,
         on its device.
         """
         embeddings, features = result if isinstance(result, tuple) else (result, ())
-        finite = torch.stack([rows.isfinite().all(dim=1) for rows in (embeddings, *features)])
-        return non_finite_images(self.config, host_grid(grid_thw), finite.all(dim=0).cpu().numpy())
+        each = torch.stack([rows.isfinite().all(dim=1) for rows in (embeddings, *features)])
+        finite = each.all(dim=0).cpu().numpy()
+        return non_finite_images(self.config, host_grid(grid_thw), finite, output)
 
-    def prepare(self, pixel_values: Any, grid_thw: Any) -> tuple[torch.Tensor, Layout]:
+    def prepare(
+        self, pixel_values: Any, grid_thw: Any, *, output: str = "embeddings"
+    ) -> tuple[torch.Tensor, Layout]:
         """Pad a call's input to its bucket and bring it to `device`, as the input of `encode`.
 
         Args and errors are those of a call.
 
         Returns:
             The patches padded with zeros, [bucket.tokens, patch_dim], and the layout with tensors
-            for arrays. The first `layout.num_merged` rows of what `encode` makes of them are the
-            embeddings.
+            for arrays. The first `layout.num_outputs` rows of what `encode` makes of them are the
+            output.
         """
-        layout = self._plan(*self._choose_bucket(grid_thw))
+        layout = self._plan(*self._choose_bucket(grid_thw), output)
         patches = patches_tensor(self.config, pixel_values, layout, self.device)
         return self._place(patches, layout)
 
@@ -189,12 +199,12 @@ class VisionTower(nn.Module):
         grid = as_grid(self.config, host_grid(grid_thw))
         return grid, choose_bucket(self.config, grid, self.token_buckets)
 
-    def _plan(self, grid: np.ndarray, bucket: Bucket) -> Layout:
+    def _plan(self, grid: np.ndarray, bucket: Bucket, output: str) -> Layout:
         dtype = _name(self.dtype)
         check_memory(self.config, bucket.tokens, dtype, lambda: free_memory(self.device))
         if self.frame_attention == "cudnn":
             bucket = bucket_of_equal_frames(grid, bucket, pad_one=False)
-        return plan_layout(self.config, grid, bucket)
+        return plan_layout(self.config, grid, bucket, output)
 
     def _place(self, patches: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         padding = len(layout.window_order) - len(patches)
@@ -323,8 +333,8 @@ def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Em
             (`VisionTower.prepare` returns both.)
 
     Returns:
-        What a call does, of a padded layout with rows behind the images' first
-        `layout.num_merged` that mean nothing.
+        What a call does for `layout.output`, of a padded layout with rows behind the images' first
+        `layout.num_outputs` that mean nothing.
 
     Raises:
         ValueError: `pixel_values` have another shape than the layout asks for, or the layout has
@@ -336,12 +346,17 @@ def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Em
 
 def run_pass(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Embeddings:
     """`encode` in the caller's modes of autograd and autocast."""
-    indexes = tower.config.deepstack_visual_indexes
+    merged = layout.output == "embeddings"
+    indexes = tower.config.deepstack_visual_indexes if merged else ()
     features = []
     for index, hidden in enumerate(_block_outputs(tower, pixel_values, layout)):
         if index in indexes:
             merger = tower.deepstack_mergers[indexes.index(index)]
             features.append(merger(hidden)[layout.output_order])
+    if layout.output == "pooled":
+        return segment_means(hidden, layout.cu_image_seqlens)
+    if layout.output == "patches":
+        return hidden[layout.output_order]
     embeddings = tower.merger(hidden)[layout.output_order]
     return (embeddings, tuple(features)) if indexes else embeddings
 

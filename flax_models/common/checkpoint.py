@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from flax_models.common.config import VisionConfig
 from flax_models.common.config_json import read_json_object
 from flax_models.common.errors import CheckpointError
-from flax_models.common.families import Family
+from flax_models.common.families import FAMILIES, Family
 from flax_models.common.finite import is_finite
 
 __all__ = ["CheckpointError", "expected_tensors", "read_checkpoint"]
@@ -27,9 +27,12 @@ _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 
 # How the tower's tensors are named in a tower alone, in a whole model as published, and in one
-# whose names are those of the modules of newer libraries.
-_PREFIXES = ("", "visual.", "model.visual.")
-_TOP_LEVEL = ("patch_embed.", "blocks.", "merger.", "pos_embed.", "deepstack_merger_list.")
+# whose names are those of the modules of newer libraries; the same in an Omni model.
+_PREFIXES = ("", "visual.", "model.visual.", "thinker.visual.", "thinker.model.visual.")
+_TOP_LEVEL = (
+    *("patch_embed.", "blocks.", "merger.", "pos_embed."),
+    *(f"{family.deepstack}." for family in FAMILIES.values() if family.deepstack),
+)
 
 # Names of a whole model that can only be a vision tower's.
 _OF_VISION = tuple(prefix + part for prefix in _PREFIXES[1:] for part in _TOP_LEVEL)
@@ -56,15 +59,17 @@ def expected_tensors(config: VisionConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {
             **_norm(family, f"blocks.{block}.norm1", hidden),
             **_norm(family, f"blocks.{block}.norm2", hidden),
-            **_linear(f"blocks.{block}.attn.qkv", 3 * hidden, hidden),
             **_linear(f"blocks.{block}.attn.proj", hidden, hidden),
         }
+        inputs = family.attention_inputs
+        for name in inputs:
+            shapes |= _linear(f"blocks.{block}.attn.{name}", 3 * hidden // len(inputs), hidden)
         for name in family.mlp_inputs:
             shapes |= _linear(f"blocks.{block}.mlp.{name}", mlp, hidden)
         shapes |= _linear(f"blocks.{block}.mlp.{family.mlp_output}", hidden, mlp)
     merged = hidden * config.merge_unit
     mergers = {"merger": hidden} | {
-        f"deepstack_merger_list.{index}": merged
+        f"{family.deepstack}.{index}": merged
         for index in range(len(config.deepstack_visual_indexes))
     }
     norm, first, second = family.merger

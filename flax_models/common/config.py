@@ -35,14 +35,15 @@ class VisionConfig:
     in frames.
 
     Attributes:
-        model_type: the family: "qwen2_vl", "qwen2_5_vl" or "qwen3_vl".
+        model_type: the family, a key of `families.FAMILIES`: "qwen2_5_vl".
         window_size: None where the family has no windows: every block attends within whole frames.
         fullatt_block_indexes: the blocks that attend within whole frames where others attend within
             windows. Indices past the last block name no block and are ignored, as Hugging Face
             does.
-        num_position_embeddings: entries of Qwen3-VL's square table of learned positions, else None.
-        deepstack_visual_indexes: the blocks after which Qwen3-VL takes DeepStack features. Of
-            indices past the last block none are taken, as Hugging Face does.
+        num_position_embeddings: entries of the square table of learned positions that Qwen3-VL and
+            its successors have, else None.
+        deepstack_visual_indexes: the blocks after which Qwen3-VL and Qwen3-Omni take DeepStack
+            features. Of indices past the last block none are taken, as Hugging Face does.
         norm_eps: of every norm; fixed in Hugging Face's towers, so no config.json holds it.
 
     Raises:
@@ -118,7 +119,7 @@ class VisionConfig:
 
     def _check_deepstack(self) -> None:
         self._check_blocks("deepstack_visual_indexes")
-        if not self.family.position_table:
+        if self.family.deepstack is None:
             self._check_absent("deepstack_visual_indexes", ())
         blocks = self.deepstack_visual_indexes
         if len(set(blocks)) < len(blocks):
@@ -176,7 +177,7 @@ class VisionConfig:
 
     @property
     def position_table_side(self) -> int:
-        """Entries along a side of the table of learned positions: 48 in Qwen3-VL, else 0."""
+        """Entries along a side of the table of learned positions: 48 in Qwen3-VL; 0 without one."""
         return math.isqrt(self.num_position_embeddings or 0)
 
     @property
@@ -200,7 +201,8 @@ class VisionConfig:
 
         Args:
             directory: holds the config.json of a whole vision-language model (the tower is its
-                "vision_config") or of a vision tower alone.
+                "vision_config"; in an Omni model that of its "thinker_config") or of a vision tower
+                alone.
 
         Raises:
             CheckpointError: no such directory or file, or the file is not a JSON object.

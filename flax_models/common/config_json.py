@@ -14,6 +14,9 @@ _OPTIONAL_OF_WINDOWS = ("window_size", "fullatt_block_indexes")
 # By other names transformers takes these too: the `attribute_map` of its configurations.
 _ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
 
+# In whole models of these types the tower's settings are among those of the thinker.
+_OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
+
 _MAX_JSON_BYTES = 1 << 26
 
 
@@ -48,8 +51,8 @@ def read_vision_values(path: Path) -> dict[str, Any]:
     """Read a config.json into the arguments of `VisionConfig.of`.
 
     Args:
-        path: the config.json of a whole vision-language model (the tower is its "vision_config") or
-            of a vision tower alone.
+        path: the config.json of a whole vision-language model (the tower is its "vision_config"; in
+            an Omni model that of its "thinker_config") or of a vision tower alone.
 
     Raises:
         CheckpointError: no such directory or file, or the file is not a JSON object.
@@ -57,10 +60,12 @@ def read_vision_values(path: Path) -> dict[str, Any]:
             another activation or rotation than the family has.
     """
     whole = read_json_object(path)
-    vision = whole.get("vision_config", whole)
-    if not isinstance(vision, dict):
-        raise CheckpointError(f"'vision_config' in {path} is not a JSON object")
     stated = whole.get("model_type")  # by which transformers decides, whatever is nested says
+    vision = whole
+    for name in ("thinker_config", "vision_config") if stated in _OMNI else ("vision_config",):
+        vision = vision.get(name, vision)
+        if not isinstance(vision, dict):
+            raise CheckpointError(f"{name!r} in {path} is not a JSON object")
     model_type = _find_model_type(vision.get("model_type") if stated is None else stated)
     family = FAMILIES[model_type]
     vision = {**family.config_defaults, **_without_aliases(vision)}

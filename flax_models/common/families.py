@@ -1,7 +1,7 @@
-"""What sets the towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL apart; everything else they share."""
+"""What sets the families of Qwen's vision towers apart; everything else they share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -12,13 +12,16 @@ class Family:
     Attributes:
         model_types: the names that a config.json gives them: of a whole model, and as transformers
             5 calls a tower alone. A model with a mixture of experts has the tower of its family.
+            Of an Omni model also that of its part which sees and hears, the thinker.
         norm: every norm is an RMSNorm without, or a LayerNorm with a bias.
         activation: of the MLP, under its name in config.json.
         windows: most blocks attend within windows; elsewhere all attend within whole frames.
         patch_bias: the patch embedding has a bias.
-        position_table: a learned table of position embeddings, and DeepStack mergers beside the
-            one at the end.
-        mlp_inputs: a checkpoint's names of the products before the activation: gate and up, or one.
+        position_table: a learned table of position embeddings.
+        deepstack: a checkpoint's name of the DeepStack mergers, which stand beside the one at the
+            end; None where there are none.
+        attention_inputs: of the products before the attention: q, k and v in one, or each.
+        mlp_inputs: of the products before the activation: gate and up, or one.
         mlp_output: of the product after it.
         merger: of a merger's norm and of its two products.
         config_keys: what config.json says of sizes, from our names to the file's; an "mlp_ratio"
@@ -43,6 +46,8 @@ class Family:
     config_defaults: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     image_settings: Mapping[str, Any] = field(default_factory=dict)
+    deepstack: str | None = None
+    attention_inputs: tuple[str, ...] = ("qkv",)
 
     @property
     def late_norm(self) -> bool:
@@ -109,6 +114,7 @@ FAMILIES = {
         position_table=True,
         mlp_inputs=("linear_fc1",),
         mlp_output="linear_fc2",
+        deepstack="deepstack_merger_list",
         merger=("norm", "linear_fc1", "linear_fc2"),
         config_keys=_SIZES | _same("num_position_embeddings", "deepstack_visual_indexes"),
         defaults={
@@ -127,5 +133,35 @@ FAMILIES = {
             "image_mean": (0.5, 0.5, 0.5),
             "image_std": (0.5, 0.5, 0.5),
         },
+    ),
+}
+_QWEN3_VL = FAMILIES["qwen3_vl"]
+
+FAMILIES |= {
+    "qwen2_5_omni": replace(
+        FAMILIES["qwen2_5_vl"],
+        model_types=("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen2_5_omni_vision_encoder"),
+        attention_inputs=("q", "k", "v"),
+    ),
+    "qwen3_omni_moe": replace(
+        _QWEN3_VL,
+        model_types=("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_vision_encoder"),
+        deepstack="merger_list",
+        merger=("ln_q", "mlp.0", "mlp.2"),
+        config_defaults={"num_position_embeddings": 2304},  # older files state an image's size
+        defaults={**_QWEN3_VL.defaults, "out_hidden_size": 2048},
+        image_settings={
+            **_QWEN3_VL.image_settings,
+            "min_pixels": 56 * 56,
+            "max_pixels": 16384 * 28 * 28,
+        },
+    ),
+    # Older files of it state an empty deepstack_visual_indexes.
+    "qwen3_5": replace(
+        _QWEN3_VL,
+        model_types=("qwen3_5", "qwen3_5_vision", "qwen3_5_moe", "qwen3_5_moe_vision"),
+        deepstack=None,
+        config_keys=_SIZES | _same("num_position_embeddings"),
+        defaults={**_QWEN3_VL.defaults, "deepstack_visual_indexes": ()},
     ),
 }

@@ -3,8 +3,9 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
-from flax_models.common.config import VisionConfig
+from flax_models.common.config import VisionConfig, check_name
 from flax_models.common.grid import as_grid
+from flax_models.common.layout import OUTPUTS, output_rows
 
 
 def is_finite(array: np.ndarray, axis: int | None = None) -> np.ndarray:
@@ -20,23 +21,25 @@ def is_finite(array: np.ndarray, axis: int | None = None) -> np.ndarray:
 
 
 def non_finite_images(
-    config: VisionConfig, grid_thw: ArrayLike, finite_rows: np.ndarray
+    config: VisionConfig, grid_thw: ArrayLike, finite_rows: np.ndarray, output: str
 ) -> list[int]:
     """Which images have a row that is not finite.
 
     Args:
         config: of the tower that made the rows.
         grid_thw: [images, 3] integers, the call's.
-        finite_rows: [tokens / merge_unit] bool, of each embedding whether it is finite.
+        finite_rows: [rows] bool, of each row of the output whether it is finite.
+        output: the call's, one of `OUTPUTS`.
 
     Returns:
         The images' numbers, from 0.
 
     Raises:
-        ValueError: a bad grid, or one of another number of embeddings.
+        ValueError: a bad grid, one of another number of rows, or an unknown `output`.
     """
-    ends = np.cumsum(as_grid(config, grid_thw).prod(axis=1)) // config.merge_unit
+    check_name("output", output, OUTPUTS)
+    ends = np.cumsum(output_rows(config, as_grid(config, grid_thw), output))
     if len(finite_rows) != ends[-1]:
-        raise ValueError(f"grid_thw asks for {ends[-1]} embeddings, got {len(finite_rows)}")
+        raise ValueError(f"grid_thw asks for {ends[-1]} rows of {output}, got {len(finite_rows)}")
     images = np.split(finite_rows, ends[:-1])
     return [number for number, rows in enumerate(images) if not rows.all()]

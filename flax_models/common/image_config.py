@@ -42,7 +42,7 @@ Channels = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """What `preprocess` needs to know; the defaults are Hugging Face's for Qwen2-VL and Qwen2.5-VL.
+    """What `preprocess` needs to know; the defaults are Hugging Face's for Qwen2 and Qwen2.5.
 
     Attributes:
         min_pixels: lower limit on the pixels of a resized frame, at most 2^26.
@@ -96,7 +96,7 @@ class ImageConfig:
     def of(cls, config: VisionConfig) -> Self:
         """The settings with which a family was published, for a tower of these sizes.
 
-        For Qwen2-VL and Qwen2.5-VL the limits are the defaults of Hugging Face's processor.
+        For the Qwen2 and Qwen2.5 families the limits are the defaults of Hugging Face's processor.
         """
         values: dict[str, Any] = dict(config.family.image_settings)
         for ours, theirs in _SHARED_WITH_TOWER.items():

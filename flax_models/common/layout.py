@@ -15,12 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flax_models.common.buckets import Bucket, bucket_of_tokens, exact_bucket
-from flax_models.common.config import VisionConfig
+from flax_models.common.config import VisionConfig, check_name
 from flax_models.common.grid import as_grid, count_tokens
 
-# Remembered layouts take 13 bytes a token, 21 with a table of positions, all of them at most
-# 180 MB, and as much on the device of a tower that is called with them. Larger calls run for so
-# long that planning them anew does not show.
+# What a tower makes of an image: the language model's embeddings, the hidden states of its patches
+# before the merger, or their mean.
+OUTPUTS = ("embeddings", "patches", "pooled")
+
+# Remembered layouts take 13 to 16 bytes a token, 8 more with a table of positions, all of them at
+# most 210 MB, and as much on the device of a tower that is called with them. Larger calls run for
+# so long that planning them anew does not show.
 _CACHED_LAYOUTS = 128
 _CACHED_TOKENS = 1 << 16
 
@@ -36,7 +40,9 @@ class Layout:
     Attributes:
         window_order: [tokens]; `in_window_order = in_hugging_face_order[window_order]`.
         output_order: [tokens / merge_unit]; the same for the way back, on merged embeddings:
-            `in_hugging_face_order = in_window_order[output_order]`.
+            `in_hugging_face_order = in_window_order[output_order]`. For the output "patches"
+            [tokens], on hidden states: `in_raster_order = in_window_order[output_order]`. None for
+            "pooled".
         positions: [tokens, 2]; row and column of each token within its frame, in patches, in
             window order; 0 for padding.
         frame_sizes: [tokens, 2]; rows and columns of the frame that each token lies in, in patches,
@@ -44,25 +50,37 @@ class Layout:
             which is stretched over each frame.
         cu_window_seqlens: [windows + 1]; cumulative starts of the windows, in window order.
         cu_frame_seqlens: [frames + 1]; cumulative starts of the frames, the same in both orders.
+        cu_image_seqlens: [frames + 1]; cumulative starts of the images and clips, for the output
+            "pooled"; None for others.
         max_window_seqlen: upper bound on the tokens of a window, the same for every image.
         max_frame_seqlen: upper bound on the tokens of a frame: a bucket's own, else the largest.
         num_tokens: tokens that are not padding.
         num_merged: merged embeddings that are not padding.
+        num_outputs: rows of the output that are not padding.
+        output: one of `OUTPUTS`.
     """
 
     window_order: np.ndarray
-    output_order: np.ndarray
+    output_order: np.ndarray | None
     positions: np.ndarray
     frame_sizes: np.ndarray | None
     cu_window_seqlens: np.ndarray
     cu_frame_seqlens: np.ndarray
+    cu_image_seqlens: np.ndarray | None
     max_window_seqlen: int
     max_frame_seqlen: int
     num_tokens: int
     num_merged: int
+    num_outputs: int
+    output: str
 
 
-def plan_layout(config: VisionConfig, grid_thw: Any, pad_to: int | Bucket | None = None) -> Layout:
+def plan_layout(
+    config: VisionConfig,
+    grid_thw: Any,
+    pad_to: int | Bucket | None = None,
+    output: str = "embeddings",
+) -> Layout:
     """Plan the layout of some images and clips. The last ones planned are remembered.
 
     Args:
@@ -71,15 +89,25 @@ def plan_layout(config: VisionConfig, grid_thw: Any, pad_to: int | Bucket | None
             patch), rows and columns of each image or clip, in patches.
         pad_to: the bucket to pad to (see `choose_bucket`), or only its number of tokens. None: no
             padding.
+        output: what the tower is to return, one of `OUTPUTS`.
 
     Raises:
-        ValueError: a bad grid (see `grid.as_grid`), or images that don't fit `pad_to`; before
-            anything large is allocated.
+        ValueError: a bad grid (see `grid.as_grid`), images that don't fit `pad_to`, or an unknown
+            `output`; before anything large is allocated.
     """
+    check_name("output", output, OUTPUTS)
     grid = as_grid(config, grid_thw)
     tokens = pad_to.tokens if isinstance(pad_to, Bucket) else pad_to or count_tokens(grid)
     plan = _remembered_plan if tokens <= _CACHED_TOKENS else _plan
-    return plan(config, grid.tobytes(), pad_to)
+    return plan(config, grid.tobytes(), pad_to, output)
+
+
+def output_rows(config: VisionConfig, grid: np.ndarray, output: str) -> np.ndarray:
+    """Rows of a tower's output for each image of a checked grid, [images] integers."""
+    tokens = grid.prod(axis=1)
+    if output == "pooled":
+        return np.ones_like(tokens)
+    return tokens if output == "patches" else tokens // config.merge_unit
 
 
 def inverse_frequencies(config: VisionConfig) -> np.ndarray:
@@ -136,7 +164,9 @@ def rotary_angles(config: VisionConfig, positions: np.ndarray) -> tuple[np.ndarr
     return np.cos(angles)[positions].reshape(shape), np.sin(angles)[positions].reshape(shape)
 
 
-def _plan(config: VisionConfig, grid_bytes: bytes, pad_to: int | Bucket | None) -> Layout:
+def _plan(
+    config: VisionConfig, grid_bytes: bytes, pad_to: int | Bucket | None, output: str
+) -> Layout:
     grid = np.frombuffer(grid_bytes, dtype=np.int64).reshape(-1, 3)
     num_tokens = count_tokens(grid)
     bucket = _resolve_bucket(config, grid, pad_to)
@@ -167,18 +197,30 @@ def _plan(config: VisionConfig, grid_bytes: bytes, pad_to: int | Bucket | None) 
         frame_sizes[: len(unit_order)] = frame_h_w[:, None, :] * config.spatial_merge_size
         frame_sizes = _frozen(frame_sizes.reshape(-1, 2))
 
+    positions = positions.reshape(-1, 2)
+
+    output_order = place if output == "embeddings" else None
+    if output == "patches":
+        output_order = _raster_order(config, units, unit_order, positions)
+
     frame_tokens = np.repeat(grid[:, 1] * grid[:, 2], grid[:, 0])
+    cu_image_seqlens = None
+    if output == "pooled":
+        cu_image_seqlens = _cumulative(grid.prod(axis=1), bucket.frames)
     return Layout(
         window_order=_frozen(window_order),
-        output_order=_frozen(place),
-        positions=_frozen(positions.reshape(-1, 2)),
+        output_order=None if output_order is None else _frozen(output_order),
+        positions=_frozen(positions),
         frame_sizes=frame_sizes,
         cu_window_seqlens=_cumulative(_window_tokens(config, grid), bucket.windows),
         cu_frame_seqlens=_cumulative(frame_tokens, bucket.frames),
+        cu_image_seqlens=cu_image_seqlens,
         max_window_seqlen=config.max_window_seqlen,
         max_frame_seqlen=bucket.frame_tokens,
         num_tokens=num_tokens,
         num_merged=num_tokens // merge_unit,
+        num_outputs=int(output_rows(config, grid, output).sum()),
+        output=output,
     )
 
 
@@ -205,6 +247,7 @@ def _resolve_bucket(config: VisionConfig, grid: np.ndarray, pad_to: int | Bucket
 class _MergeUnits(NamedTuple):
     """Merge units in Hugging Face's order, each [units] int64."""
 
+    start: np.ndarray  # of the frame, in merge units
     row: np.ndarray  # within the frame, in merge units
     column: np.ndarray
     height: np.ndarray  # of the frame, in merge units
@@ -236,7 +279,20 @@ def _merge_units(config: VisionConfig, grid: np.ndarray) -> _MergeUnits:
         + (row - window_row) * window_width  # rows above within the window
         + (column - window_column)
     )
-    return _MergeUnits(row, column, height, width, place)
+    return _MergeUnits(start, row, column, height, width, place)
+
+
+def _raster_order(
+    config: VisionConfig, units: _MergeUnits, unit_order: np.ndarray, positions: np.ndarray
+) -> np.ndarray:
+    """From window order to rows of patches, frame by frame, [tokens] int32; padding stays."""
+    merge_unit = config.merge_unit
+    start = np.repeat(units.start[unit_order] * merge_unit, merge_unit)
+    width = np.repeat(units.width[unit_order] * config.spatial_merge_size, merge_unit)
+    row, column = positions[: len(start)].T
+    order = np.arange(len(positions), dtype=np.int32)
+    order[start + row * width + column] = np.arange(len(start), dtype=np.int32)
+    return order
 
 
 def _window_tokens(config: VisionConfig, grid: np.ndarray) -> np.ndarray:

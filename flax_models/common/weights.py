@@ -4,6 +4,7 @@ Every matrix stays [out, in]: loading is copying. What changes:
 
 - the patch embedding's convolution becomes the matrix [hidden_size, patch_dim] that it is on
   patches which do not overlap;
+- q, k and v, where a checkpoint has a product for each, become one, `qkv`;
 - an MLP's products become `gate_up` [2 x aligned_intermediate_size, hidden_size], so that one
   product feeds a gated activation, or `up`, and `down`;
 - the MLP's width is padded with zeros to `aligned_intermediate_size`. That is exact: the columns of
@@ -32,6 +33,9 @@ from flax_models.common.finite import is_finite
 # Of a channel whose gate has this for a bias, and what it multiplies its inverse: silu(32) / 32 is
 # 1 in every dtype.
 _GATE_OF_ONE = 32.0
+
+# Tensors of a block that are put together.
+_REARRANGED = re.compile(r"blocks\.\d+\.(mlp|attn\.(qkv|q|k|v))\.")
 
 # What a block with a late norm has in its MLP.
 _OF_LATE_NORM = re.compile(r"blocks\.\d+\.(norm2\.weight|attn\.proj\.bias)")
@@ -101,17 +105,27 @@ def tower_weights(
     weights = {
         _our_name(family, name): tensor
         for name, tensor in tensors.items()
-        if not (name.startswith("blocks.") and ".mlp." in name)
-        and not (family.late_norm and _OF_LATE_NORM.fullmatch(name))
+        if not _REARRANGED.match(name) and not (family.late_norm and _OF_LATE_NORM.fullmatch(name))
     }
     weights["patch_embed.proj.weight"] = tensors["patch_embed.proj.weight"].reshape(
         config.hidden_size, config.patch_dim
     )
     make_mlp = _late_norm_mlp if family.late_norm else _mlp
     for block in range(config.depth):
+        qkv = _qkv(family, tensors, f"blocks.{block}")
+        weights |= {f"blocks.{block}.attn.qkv.{name}": weight for name, weight in qkv.items()}
         mlp = make_mlp(config, tensors, f"blocks.{block}", dtype)
         weights |= {f"blocks.{block}.mlp.{name}": weight for name, weight in mlp.items()}
     return weights
+
+
+def _qkv(family: Family, tensors: Mapping[str, np.ndarray], block: str) -> dict[str, np.ndarray]:
+    """The product before the attention: q, k and v in one."""
+    products = {}
+    for part in ("weight", "bias"):
+        arrays = [tensors[f"{block}.attn.{name}.{part}"] for name in family.attention_inputs]
+        products[part] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return products
 
 
 def _mlp(
@@ -201,8 +215,8 @@ def _rounded(what: str, values: np.ndarray, dtype: DTypeLike) -> np.ndarray:
 
 
 def _our_name(family: Family, name: str) -> str:
-    """The parameter that a tensor outside the MLPs becomes."""
-    name = name.replace("deepstack_merger_list.", "deepstack_mergers.")
+    """The parameter that a tensor becomes which is not put together with others."""
+    name = name.replace(f"{family.deepstack}.", "deepstack_mergers.")
     name = name.replace("pos_embed.", "position_table.")
     if "merger" in name:
         for theirs, ours in zip(family.merger, ("norm", "fc1", "fc2"), strict=True):

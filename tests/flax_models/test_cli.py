@@ -103,6 +103,24 @@ def test_embeddings_are_the_towers(run, checkpoint, images, tmp_path, out):
     assert os.listdir(tmp_path) == [out]
 
 
+@pytest.mark.parametrize("output", ["patches", "pooled"])
+def test_other_outputs(run, checkpoint, images, tmp_path, output):
+    status, stdout, stderr = run("--dtype", "float32", "--output", output)
+    assert (status, stderr) == (0, "")
+    arrays, _ = read(tmp_path / "out.npz")
+    pixel_values, grid_thw = preprocess(images)
+    tower = load_vision_tower(checkpoint, "float32")
+    expected = np.asarray(tower(pixel_values, grid_thw, output=output))
+    np.testing.assert_array_equal(arrays.pop("grid_thw"), grid_thw)
+    counts = grid_thw.prod(axis=1) if output == "patches" else [1, 1, 1]
+    assert [len(arrays[f"{output}_{number}"]) for number in range(3)] == list(counts)
+    ours = np.concatenate([arrays.pop(f"{output}_{number}") for number in range(3)])
+    np.testing.assert_array_equal(ours, expected)
+    assert not arrays
+    what = "means" if output == "pooled" else output
+    assert f"wrote {len(expected)} {what} of 3 images" in stdout
+
+
 def test_without_standard_error(run, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stderr", None)  # as where a shell closed it: 2>&-
     assert run()[0] == 0
@@ -132,9 +150,9 @@ def test_names_that_the_terminal_cannot_show(run, tmp_path, monkeypatch, name):
 def test_batches_change_nothing_but_the_number_of_calls(run, tmp_path, monkeypatch):
     calls, call = [], flax_models.VisionTower.__call__
 
-    def counted(tower, pixel_values, grid_thw):
+    def counted(tower, pixel_values, grid_thw, **options):
         calls.append(len(grid_thw))
-        return call(tower, pixel_values, grid_thw)
+        return call(tower, pixel_values, grid_thw, **options)
 
     monkeypatch.setattr(flax_models.VisionTower, "__call__", counted)
     run("--dtype", "float32", out="together.npz")
@@ -342,8 +360,8 @@ def test_the_image_that_is_not_finite_is_named(
     """Whatever made it so, and in whichever call."""
     call, columns = flax_models.VisionTower.__call__, []
 
-    def poisoned(tower, pixel_values, grid_thw):
-        rows = np.array(call(tower, pixel_values, grid_thw))
+    def poisoned(tower, pixel_values, grid_thw, **options):
+        rows = np.array(call(tower, pixel_values, grid_thw, **options))
         ends = np.cumsum(grid_thw.prod(axis=1)) // 4
         for number, end in enumerate(ends, start=len(columns)):
             rows[end - 1, 0] = np.nan if number == wrong else 0

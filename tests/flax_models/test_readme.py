@@ -23,9 +23,10 @@ def test_the_examples_run_and_agree(tmp_path, monkeypatch, family):
         example
         for page in (ROOT / "README.md", ROOT / "flax_models" / "README.md")
         for example in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
-        if "from flax_models" in example
+        if "from flax_models" in example or "output=" in example
     ]
-    assert len(examples) == 4  # a call, the same once more, a jit of one's own, an exported program
+    # A call, the same once more, other outputs, a jit of one's own, an exported program.
+    assert len(examples) == 5
     monkeypatch.chdir(tmp_path)
     write_checkpoint(Path("path/to/Qwen2.5-VL-7B-Instruct"), SMALL_TOWERS[family])
     frames = np.random.default_rng(0).integers(0, 256, (4, 60, 90, 3), np.uint8)
@@ -35,6 +36,7 @@ def test_the_examples_run_and_agree(tmp_path, monkeypatch, family):
     for example in examples:
         exec(example, names)
         found.append(jax.tree.leaves(names["embeddings"]))  # of Qwen3-VL also DeepStack's features
+    assert names["vectors"].shape == (len(names["images"]), names["tower"].config.hidden_size)
     for leaves in zip(*found, strict=True):
         assert len(leaves[0]) == names["grid_thw"].prod(axis=1).sum() // 4
         for ours in leaves[1:]:

@@ -59,6 +59,16 @@ def test_a_program_with_the_attention_as_one_operator(config, directory, tmp_pat
     assert_equal(served(patches), tower(patches, GRID))
 
 
+@pytest.mark.parametrize("config", ["head_dim_80"], indirect=True)
+@pytest.mark.parametrize("output", ["patches", "pooled"])
+def test_other_outputs(config, directory, output):
+    tower = load(directory)
+    patches = patches_of(config, tower)
+    fixed = FixedLayoutTower(tower, GRID, output=output)
+    served = torch.export.export(fixed, (patches,)).module()
+    assert_equal(served(patches), tower(patches, GRID, output=output))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_dtypes(config, directory, dtype):
     tower = load(directory, dtype)

@@ -22,6 +22,7 @@ from compare.torch_tower import load_vision_tower  # noqa: E402
 from compare.torch_tower.attention import rotary_angles  # noqa: E402
 from compare.torch_tower.graphs import GraphCache  # noqa: E402
 from flax_models import choose_bucket, plan_layout  # noqa: E402
+from flax_models.common.layout import OUTPUTS  # noqa: E402
 from tests.compare.torch_tower.torch_results import numpy, rows, tensors  # noqa: E402
 from tests.random_calls import random_calls, tokens_of  # noqa: E402
 from tests.tower_checkpoints import (  # noqa: E402
@@ -123,6 +124,19 @@ def test_replays_equal_the_pass_itself(config, tower, recording_tower, recorded)
         ours, expected = (rows(each, patches, GRIDS[name]) for each in (recording_tower, tower))
         assert relative_error(ours, expected) < FP32_TOLERANCE
     assert len(recorded) == len(recording_tower.graphs) == 2
+
+
+def test_each_output_of_a_bucket_is_recorded(config, tower, recording_tower, recorded):
+    grid = GRIDS["clip"]
+    for seed in range(2):
+        patches = random_patches(config, grid, seed)
+        for output in OUTPUTS:
+            ours, expected = (
+                side_by_side(each(patches, grid, output=output), numpy)
+                for each in (recording_tower, tower)
+            )
+            assert relative_error(ours, expected) < FP32_TOLERANCE
+    assert len(recorded) == len(OUTPUTS)
 
 
 def test_a_result_outlives_the_next_replay(config, recording_tower):

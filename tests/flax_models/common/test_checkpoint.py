@@ -57,7 +57,10 @@ def test_reads_what_hugging_face_saves(hf_model, hf_checkpoints, kind):
     assert_same(tensors, {name: theirs[name] for name in tensors})
 
 
-@pytest.mark.parametrize("prefix", ["", "visual.", "model.visual."])
+PREFIXES = ["", "visual.", "model.visual.", "thinker.visual.", "thinker.model.visual."]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("shards", [None, 3])
 def test_prefixes_and_shards(tmp_path, tiny_config, prefix, shards):
     tensors = random_tensors(tiny_config)
@@ -276,6 +279,7 @@ def test_tensors_of_qwen3_that_are_missing_or_too_many(tmp_path, name):
 TWO_PREFIXES = [
     *(("", "visual."), ("visual.", ""), ("", "model.visual."), ("model.visual.", "")),
     *(("visual.", "model.visual."), ("model.visual.", "visual.")),
+    ("thinker.visual.", "visual."),
 ]
 ONE_TENSOR = ["blocks.0.attn.qkv.weight"]
 
@@ -303,7 +307,7 @@ def test_a_tower_divided_between_two_prefixes(tmp_path, tiny_config, first, seco
         read_checkpoint(tiny_config, save_single(tmp_path, stored))
 
 
-@pytest.mark.parametrize(("prefix", "other"), TWO_PREFIXES[-2:])
+@pytest.mark.parametrize(("prefix", "other"), TWO_PREFIXES[-3:])
 def test_unknown_tensors_under_another_prefix(tmp_path, tiny_config, prefix, other):
     stored = {prefix + name: array for name, array in random_tensors(tiny_config).items()}
     stored[f"{other}blocks.2.norm1.weight"] = np.ones(32, np.float32)

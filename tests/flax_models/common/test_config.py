@@ -67,6 +67,42 @@ PUBLISHED_QWEN3 = {
         "temporal_patch_size": 2,
     },
 }
+# Of Qwen3.5 27B, as published and as transformers 5 saves it; of both Omnis, less what is not the
+# tower's.
+PUBLISHED_QWEN3_5 = {
+    "model_type": "qwen3_5",
+    "vision_config": PUBLISHED_QWEN3["vision_config"]
+    | {"deepstack_visual_indexes": [], "model_type": "qwen3_5", "out_hidden_size": 5120},
+}
+SAVED_QWEN3_5 = {
+    "model_type": "qwen3_5",
+    "vision_config": {
+        name: value
+        for name, value in PUBLISHED_QWEN3_5["vision_config"].items()
+        if name != "deepstack_visual_indexes"
+    }
+    | {
+        "model_type": "qwen3_5_vision",
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "axial"},
+    },
+}
+PUBLISHED_OMNI2_5 = {
+    "model_type": "qwen2_5_omni",
+    "thinker_config": {
+        "model_type": "qwen2_5_omni_thinker",
+        "vision_config": PUBLISHED["vision_config"]
+        | {"embed_dim": 1280, "model_type": "qwen2_5_omni_vision_encoder"},
+    },
+}
+PUBLISHED_OMNI3 = {
+    "model_type": "qwen3_omni_moe",
+    "thinker_config": {
+        "model_type": "qwen3_omni_moe_thinker",
+        "vision_config": PUBLISHED_QWEN3["vision_config"]
+        | {"image_size": 768, "model_type": "qwen3_omni_moe_vision_encoder"}
+        | {"out_hidden_size": 2048},
+    },
+}
 
 
 def write(directory, content):
@@ -126,16 +162,29 @@ def test_reads_whole_models_of_the_other_families(tmp_path):
     for published, expected in (
         (PUBLISHED_QWEN2, VisionConfig.qwen2_vl_7b()),
         (PUBLISHED_QWEN3, VisionConfig.qwen3_vl_8b()),
+        (PUBLISHED_QWEN3_5, VisionConfig.of("qwen3_5", out_hidden_size=5120)),
+        (SAVED_QWEN3_5, VisionConfig.of("qwen3_5", out_hidden_size=5120)),
+        (PUBLISHED_OMNI2_5, VisionConfig.of("qwen2_5_omni")),
+        (PUBLISHED_OMNI3, VisionConfig.of("qwen3_omni_moe")),
+        # Their thinkers alone.
+        (PUBLISHED_OMNI2_5["thinker_config"], VisionConfig.of("qwen2_5_omni")),
+        (PUBLISHED_OMNI3["thinker_config"], VisionConfig.of("qwen3_omni_moe")),
     ):
         assert VisionConfig.from_pretrained(write(tmp_path, published)) == expected
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen3_vl", "qwen3_vl_vision", "qwen3_vl_moe", "qwen3_vl_moe_vision"]
+    ("family", "model_type"),
+    [
+        *(("qwen3_vl", f"qwen3_vl{rest}") for rest in ("", "_vision", "_moe", "_moe_vision")),
+        *(("qwen3_5", f"qwen3_5{rest}") for rest in ("", "_vision", "_moe", "_moe_vision")),
+        ("qwen3_omni_moe", "qwen3_omni_moe_vision_encoder"),
+    ],
 )
-def test_names_of_one_family(tmp_path, model_type):
+def test_names_of_one_family(tmp_path, family, model_type):
     alone = PUBLISHED_QWEN3["vision_config"] | {"model_type": model_type}
-    assert VisionConfig.from_pretrained(write(tmp_path, alone)) == VisionConfig.qwen3_vl_8b()
+    expected = VisionConfig.of(family, out_hidden_size=4096)
+    assert VisionConfig.from_pretrained(write(tmp_path, alone)) == expected
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_5_vl_vision"])
@@ -155,6 +204,13 @@ def test_the_whole_models_type_decides(tmp_path, published, nested):
     transformers = pytest.importorskip("transformers")
     theirs = type(transformers.AutoConfig.from_pretrained(disagreeing).vision_config)
     assert theirs is type(transformers.CONFIG_MAPPING[published["model_type"]]().vision_config)
+
+
+def test_the_thinkers_tower_counts_in_an_omni_model_and_nowhere_else(tmp_path):
+    other = {"vision_config": PUBLISHED["vision_config"] | {"depth": 2}}
+    assert VisionConfig.from_pretrained(write(tmp_path, PUBLISHED_OMNI2_5 | other)).depth == 32
+    write(tmp_path, PUBLISHED | {"thinker_config": other})
+    assert VisionConfig.from_pretrained(tmp_path).depth == 32
 
 
 def test_a_nested_type_counts_where_the_whole_model_states_none(tmp_path):
@@ -266,6 +322,7 @@ def test_refuses_values_that_make_no_tower(values, message):
         ("qwen3_vl", {"num_position_embeddings": None}, "must be a positive integer, got None"),
         ("qwen3_vl", {"num_position_embeddings": 40}, "must be a square number, .* got 40"),
         ("qwen3_vl", {"deepstack_visual_indexes": [3, 3]}, r"different blocks, got \[3, 3\]"),
+        ("qwen3_5", {"deepstack_visual_indexes": [3]}, "qwen3_5 has no deepstack_visual_indexes"),
         ("qwen3_vl", {"deepstack_visual_indexes": 3}, "must be block numbers from 0, got 3"),
     ],
 )
@@ -332,10 +389,11 @@ def test_reads_files_that_leave_out_what_transformers_takes_anyway(
     assert VisionConfig.from_pretrained(tmp_path) == expected
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_omni_moe"])
 def test_what_files_leave_out_is_transformers_default(model_type):
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.CONFIG_MAPPING[model_type]().vision_config
+    theirs = transformers.CONFIG_MAPPING[model_type]()
+    theirs = getattr(theirs, "thinker_config", theirs).vision_config
     stated = {name: getattr(theirs, name) for name in FAMILIES[model_type].config_defaults}
     assert FAMILIES[model_type].config_defaults == stated
 
@@ -350,7 +408,7 @@ def test_what_files_leave_out_is_transformers_default(model_type):
         ({"model_type": "llava"}, "config.json: unknown model type 'llava'; supported: qwen2_vl"),
         # Text alone, and what transformers would make another tower of or none.
         ({"model_type": "qwen2_5_vl_text"}, "unknown model type 'qwen2_5_vl_text'"),
-        ({"model_type": "qwen3_5"}, "unknown model type 'qwen3_5'; supported: qwen2_vl"),
+        ({"model_type": "glm4v"}, "unknown model type 'glm4v'; supported: qwen2_vl"),
         ({"model_type": ["qwen2_5_vl"]}, r"unknown model type \['qwen2_5_vl'\]"),
         (
             {"model_type": None, "vision_config": {"model_type": "x"}},
@@ -393,6 +451,7 @@ def test_a_file_without_model_type_is_refused(tmp_path):
     [
         ("[1]", "config.json holds a JSON list, not an object"),
         ('{"depth": ', "cannot read .*config.json as JSON"),
+        (PUBLISHED_OMNI3 | {"thinker_config": 3}, "'thinker_config' in .* is not a JSON object"),
         ({"vision_config": 3}, "'vision_config' in .* is not a JSON object"),
     ],
 )

@@ -64,6 +64,18 @@ def test_published_settings_of_qwen3(checkpoint):
     }
 
 
+def test_published_settings_of_qwen3_omni(checkpoint):
+    settings = PUBLISHED_QWEN2 | {
+        name: PUBLISHED_QWEN3[name] for name in ("image_mean", "image_std")
+    }
+    audio = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128}
+    config = ImageConfig.from_pretrained(
+        checkpoint("qwen3_omni_moe", settings | audio | {"patch_size": 16})
+    )
+    assert config == ImageConfig.of(SMALL_TOWERS["qwen3_omni_moe"])
+    assert (config.min_pixels, config.max_pixels) == (3136, 12845056)
+
+
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
@@ -95,11 +107,11 @@ def test_limits_in_all_their_forms_equal_hugging_faces(checkpoint, limits, expec
     assert (theirs["shortest_edge"], theirs["longest_edge"]) == expected
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "head_dim_16", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "head_dim_16", "qwen3_vl", "qwen3_5", "qwen2_5_omni"])
 def test_without_a_file_those_of_the_family(checkpoint, name):
     config = ImageConfig.from_pretrained(checkpoint(name))
     assert config == ImageConfig.of(SMALL_TOWERS[name])
-    assert (config == ImageConfig()) == (name != "qwen3_vl")
+    assert (config == ImageConfig()) == ("qwen3" not in name)
 
 
 @pytest.mark.parametrize(

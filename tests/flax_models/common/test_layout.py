@@ -81,6 +81,29 @@ def capture_hugging_face(hf_model, grid):
     return seen
 
 
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_the_order_of_patches_is_row_by_row_of_each_frame(grid):
+    tokens = sum(t * h * w for t, h, w in grid)
+    plan = plan_layout(CONFIG, grid, tokens + 8, output="patches")
+    assert plan_layout(CONFIG, grid, tokens + 8) is not plan
+    assert (plan.num_outputs, len(plan.output_order)) == (tokens, tokens + 8)
+    frames = [np.indices((h, w)).reshape(2, -1).T for t, h, w in grid for _ in range(t)]
+    ours = plan.positions[plan.output_order]
+    np.testing.assert_array_equal(ours[:tokens], np.concatenate(frames))
+    # Each within its own frame, and the padding in its place.
+    frame_of = np.searchsorted(plan.cu_frame_seqlens, plan.output_order[:tokens], side="right")
+    assert (np.diff(frame_of) >= 0).all()
+    np.testing.assert_array_equal(np.sort(plan.output_order), np.arange(tokens + 8))
+    np.testing.assert_array_equal(plan.output_order[tokens:], np.arange(tokens, tokens + 8))
+
+
+def test_the_segments_of_pooled_images():
+    plan = plan_layout(CONFIG, [(3, 4, 4), (1, 2, 6)], 64, output="pooled")
+    assert (plan.num_outputs, plan.output_order) == (2, None)
+    assert len(plan.cu_image_seqlens) == len(plan.cu_frame_seqlens)
+    np.testing.assert_array_equal(plan.cu_image_seqlens[:4], [0, 48, 60, 60])
+
+
 @pytest.mark.parametrize("hf_model", ["qwen2_5_vl"], indirect=True)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_equals_hugging_face(hf_model, tiny_config, grid):

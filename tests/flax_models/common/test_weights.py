@@ -107,9 +107,10 @@ def test_everything_else_is_passed_on_without_a_copy(config):
     tensors = random_tensors(config)
     weights = tower_weights(config, tensors)
     for name in ("blocks.1.attn.qkv.weight", "blocks.0.norm1.weight"):
-        assert weights[name] is tensors[name]
+        if name in tensors:
+            assert weights[name] is tensors[name]
     mergers = {"merger": "merger"} | {
-        f"deepstack_mergers.{i}": f"deepstack_merger_list.{i}"
+        f"deepstack_mergers.{i}": f"{config.family.deepstack}.{i}"
         for i in range(len(config.deepstack_visual_indexes))
     }
     for ours, theirs in mergers.items():
@@ -119,6 +120,15 @@ def test_everything_else_is_passed_on_without_a_copy(config):
         assert weights["position_table.weight"] is tensors["pos_embed.weight"]
     assert weights["patch_embed.proj.weight"].shape == (config.hidden_size, config.patch_dim)
     assert np.shares_memory(weights["patch_embed.proj.weight"], tensors["patch_embed.proj.weight"])
+
+
+def test_q_k_and_v_of_their_own_become_one_product():
+    tensors = random_tensors(SMALL_TOWERS["qwen2_5_omni"])
+    weights = tower_weights(SMALL_TOWERS["qwen2_5_omni"], tensors)
+    for part in ("weight", "bias"):
+        parts = np.split(weights[f"blocks.1.attn.qkv.{part}"], 3)
+        for name, ours in zip("qkv", parts, strict=True):
+            np.testing.assert_array_equal(ours, tensors[f"blocks.1.attn.{name}.{part}"])
 
 
 def test_a_missing_tensor(config):
@@ -167,7 +177,7 @@ def test_numbers_beyond_fp16_are_refused(config, stored):
         message = "too large for float16: load in bfloat16"
         with pytest.raises(CheckpointError, match=message) as error:
             dict(tower_parameters(config, tensors, np.float16))
-        if name.startswith("blocks.") and ".mlp." not in name:
+        if name.startswith("blocks.") and not re.search(r"\.mlp\.|\.[qkv]\.", name):
             assert repr(name) in str(error.value)
     for dtype in ("bfloat16", np.float32):
         parameters = dict(tower_parameters(config, tensors, dtype))
