@@ -1,6 +1,7 @@
 """Small Hugging Face vision towers and models of every family, with weights that tell."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLVisionConfig,
@@ -130,10 +131,20 @@ def embed(tower, inputs=None):
 
 def tensors_of(output):
     """A tensor, a sequence or a model output as a list of tensors."""
-    if isinstance(output, torch.Tensor):
-        return [output]
+    if output is None or isinstance(output, torch.Tensor):
+        return [] if output is None else [output]
     values = output.values() if hasattr(output, "values") else output
     return [tensor for value in values for tensor in tensors_of(value)]
+
+
+class Waits(TorchDispatchMode):
+    """Counts the values that the host reads from tensors, on a GPU a wait each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, called, types, args=(), kwargs=None):
+        self.count += called is torch.ops.aten._local_scalar_dense.default
+        return called(*args, **(kwargs or {}))
 
 
 def relative_error(result, reference):

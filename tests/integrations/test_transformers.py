@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.integrations.hugging_face import (
     CLASSES,
@@ -11,6 +10,7 @@ from tests.integrations.hugging_face import (
     GRIDS,
     IMAGE_TOKEN,
     VISION_START,
+    Waits,
     assert_same_bits,
     bits_of,
     kinds_of,
@@ -45,7 +45,8 @@ def test_fp32_results_are_hugging_faces(family, grid):
 
 @every_family
 def test_the_kernel_itself_in_a_tower(family, monkeypatch):
-    monkeypatch.setattr(attention, "runs_kernel", lambda *_: True)  # interpreted where no GPU is
+    # Interpreted where no GPU is.
+    monkeypatch.setattr(attention, "runs_kernel", lambda device, _: device.type == DEVICE)
     tower = make_tower(family)
     inputs = random_inputs(tower, [(1, 4, 10), (2, 2, 2)])
     with torch.no_grad():
@@ -93,6 +94,13 @@ def angles_of_a_call(tower, inputs):
         tower(*inputs)
     hook.remove()
     return given
+
+
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+def test_every_attention_function_of_hugging_faces_is_replaced(implementation):
+    tower = make_tower("qwen2_5")
+    tower.config._attn_implementation = implementation
+    assert "FusedAttention" in kinds_of(accelerate(tower))
 
 
 def test_what_is_swapped():
@@ -151,16 +159,6 @@ def test_a_size_is_planned_once(family):
             tower(*random_inputs(tower, GRIDS["clip"], seed))
         tower(*random_inputs(tower, GRIDS["image"]))
     assert plan._plan.cache_info().misses == 2
-
-
-class Waits(TorchDispatchMode):
-    """Counts the values that the host reads from tensors, on a GPU a wait each."""
-
-    count = 0
-
-    def __torch_dispatch__(self, called, types, args=(), kwargs=None):
-        self.count += called is torch.ops.aten._local_scalar_dense.default
-        return called(*args, **(kwargs or {}))
 
 
 @pytest.mark.skipif(not plan.PRECOMPUTED, reason="this transformers takes no precomputed values")

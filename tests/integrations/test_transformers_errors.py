@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.integrations.families import REFUSED, make
 from tests.integrations.hugging_face import CLASSES, bits_of, make_tower, snapshot
 from triton_kernels.integrations import transformers
 from triton_kernels.integrations.transformers import accelerate, accelerated, restore
@@ -28,7 +29,7 @@ def assert_refused(model, error, message):
 @pytest.mark.parametrize("function", [accelerate, restore, lambda m: accelerated(m).__enter__()])
 @pytest.mark.parametrize("model", [nn.Linear(4, 4), None, "Qwen/Qwen2.5-VL-7B-Instruct"])
 def test_another_model(function, model):
-    with pytest.raises(TypeError, match=rf"Qwen2-VL, .*got {type(model).__name__}, which holds no"):
+    with pytest.raises(TypeError, match=rf"Qwen-VL, .*got {type(model).__name__}, which holds no"):
         function(model)
 
 
@@ -37,7 +38,7 @@ def test_another_family_of_transformers():
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28}
     model = CLIPVisionModel(CLIPVisionConfig(**sizes, num_attention_heads=2, patch_size=14))
-    assert_refused(model, TypeError, "Qwen2-VL, .*got CLIPVisionModel")
+    assert_refused(model, TypeError, "Qwen-VL, .*got CLIPVisionModel")
 
 
 @pytest.mark.parametrize(
@@ -151,19 +152,69 @@ def test_a_head_that_the_kernel_does_not_take():
     "forward",
     [
         lambda self, hidden_states, segments, position_embeddings, **kwargs: None,
-        lambda self, hidden_states, cu_seqlens, position_embeddings, mask, **kwargs: None,
-        lambda self, hidden_states, cu_seqlens, position_embeddings: None,
+        lambda self, hidden_states, cu_seqlens, position_embeddings, **kwargs: None,
     ],
-    ids=["renamed", "one more", "no keywords"],
+    ids=["renamed", "same signature"],
 )
 @pytest.mark.parametrize("family", CLASSES)
-def test_a_version_whose_attention_has_another_signature(monkeypatch, family, forward):
+def test_a_version_whose_attention_has_other_code(monkeypatch, family, forward):
     tower = make_tower(family)
     attention = type(tower.blocks[0].attn)
     theirs = types.FunctionType(forward.__code__, attention.forward.__globals__)
     monkeypatch.setattr(attention, "forward", theirs)
-    message = r"\.forward of transformers [\d.]+ must take .*, got \(self, hidden_states"
+    message = r"blocks\.0.* must be an attention whose code .*, got a \w+ of transformers [\d.]+"
     assert_refused(tower, RuntimeError, message)
+
+
+def test_a_function_of_the_attention_that_is_another_librarys(monkeypatch):
+    tower = make_tower("qwen3")
+    own = sys.modules[type(tower).__module__]
+    monkeypatch.setattr(own, "rotate_half", wrapped(own.rotate_half))
+    message = r"blocks\.0\.attn must run transformers' own code, got a \w+ with code of [\w.]*test_"
+    assert_refused(tower, ValueError, message)
+    monkeypatch.setattr(own, "rotate_half", functools.partial(own.rotate_half))
+    assert_refused(tower, RuntimeError, r"blocks\.0\.attn must be an attention whose code")
+
+
+def test_an_attention_function_that_is_another_librarys(monkeypatch):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def theirs(module, query, key, value, attention_mask, **_):
+        return value.transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "theirs", theirs)
+    tower = make_tower("qwen2_5")
+    tower.config._attn_implementation = "theirs"
+    message = r"blocks\.0\.attn must use .*, got 'theirs' with code of [\w.]*test_"
+    assert_refused(tower, ValueError, message)
+
+
+def test_a_norm_of_queries():
+    tower = make_tower("qwen3")
+    tower.blocks[1].attn.q_norm = nn.RMSNorm(72)
+    message = r"blocks\.1\.attn must hold nothing but projections, got q_norm in a Qwen3VL"
+    assert_refused(tower, ValueError, message)
+
+
+def test_fewer_key_heads():
+    tower = make_tower("qwen3")
+    tower.blocks[1].attn.num_key_value_groups = 2
+    message = r"blocks\.1\.attn must have a key head for each query head, got a \w+ with one for 2"
+    assert_refused(tower, ValueError, message)
+
+
+def test_code_that_is_known_and_gives_something_else(monkeypatch):
+    tower = make_tower("qwen2_5")
+    own = sys.modules[type(tower).__module__]
+    monkeypatch.setattr(own.nn.functional, "softmax", lambda x, **_: torch.sigmoid(x))
+    message = r"blocks\.0\.attn must give what ours gives, got a \w+ whose results differ by"
+    assert_refused(tower, ValueError, message)
+
+
+@pytest.mark.parametrize("model", REFUSED)
+def test_a_model_whose_attention_is_another(model):
+    _, error, message = REFUSED[model]
+    assert_refused(make(model), error, message)
 
 
 def test_an_error_leaves_every_tower():

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from triton_kernels.attention import fused_rope_attention_qkvpacked
+from triton_kernels.attention import fused_rope_attention, fused_rope_attention_qkvpacked
+from triton_kernels.integrations.forms import Form
 
 _THETA = 10000.0  # transformers 4.57 has it in its code, not in the configuration
 
@@ -47,7 +48,8 @@ def stand_in(module: nn.Module, role: type[StandIn]) -> None:
 
 def put_back(module: StandIn) -> None:
     """Have a module, which is intact, give up its role and be what it was."""
-    vars(module).pop("longest_window", None)
+    for name in ("form", "longest_window"):
+        vars(module).pop(name, None)
     module.__class__ = module.own_class
 
 
@@ -62,12 +64,14 @@ def _new(role: type[StandIn], own: type[nn.Module]) -> StandIn:
 
 
 class FusedAttention(StandIn):
-    """Vision attention with the rotation inside the kernel, q, k and v read from the projection.
+    """Vision attention with the rotation inside the kernel, q, k and v read from the projections.
 
     Attributes:
+        form: how the module's own attention is built.
         longest_window: tokens of a window where the layer attends within windows, else None.
     """
 
+    form: Form
     longest_window: int | None = None
 
     def forward(
@@ -75,35 +79,56 @@ class FusedAttention(StandIn):
         hidden_states: torch.Tensor,
         cu_seqlens: torch.Tensor,
         *,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | torch.Tensor | None = None,
+        rotary_pos_emb: torch.Tensor | None = None,
         longest_frame: int | None = None,
         max_seqlen: int | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
+        **further: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, None]:
         """Attend within segments.
 
         Args:
             hidden_states: [tokens, channels].
             cu_seqlens: [segments + 1] int32.
-            position_embeddings: cos and sin, [tokens, head_dim], the second half like the first.
+            position_embeddings: cos and sin, [tokens, head_dim] or [1, tokens, head_dim], the
+                second half like the first; or the angles, [tokens, head_dim / 2].
+            rotary_pos_emb: the angles, where `position_embeddings` is None.
             longest_frame: upper bound on a frame's tokens, as planned for the call.
             max_seqlen: upper bound on a segment's tokens, as Hugging Face has it in a call that was
                 not planned. Where neither is there, frames are measured, which waits for the GPU.
+            further: what the module's own attention may know beside these.
 
         Returns:
-            [tokens, channels].
+            [tokens, channels], and None for the attention weights in a form that returns them.
         """
-        tokens = hidden_states.shape[0]
-        cos, sin = (x[:, : self.head_dim // 2].float() for x in position_embeddings)
-        attended = fused_rope_attention_qkvpacked(
-            self.qkv(hidden_states).view(tokens, 3, self.num_heads, self.head_dim),
+        if self.training and self.attention_dropout:  # the kernel keeps all
+            given = {
+                "position_embeddings": position_embeddings,
+                "rotary_pos_emb": rotary_pos_emb,
+                "max_seqlen": max_seqlen,
+            }
+            given = {name: value for name, value in given.items() if value is not None}
+            return super().forward(hidden_states, cu_seqlens, **given, **further)
+        tokens, heads, head_dim = hidden_states.shape[0], self.num_heads, self.head_dim
+        angles = rotary_pos_emb if position_embeddings is None else position_embeddings
+        if isinstance(angles, torch.Tensor):
+            angles = angles.cos(), angles.sin()
+        cos, sin = (x.flatten(0, -2)[:, : head_dim // 2].float() for x in angles)
+        projected = [getattr(self, layer)(hidden_states) for layer in self.form.inputs]
+        if len(projected) == 1:
+            attend, shape = fused_rope_attention_qkvpacked, (tokens, 3, heads, head_dim)
+        else:
+            attend, shape = fused_rope_attention, (tokens, heads, head_dim)
+        attended = attend(
+            *(x.view(shape) for x in projected),
             cos,
             sin,
             cu_seqlens.to(hidden_states.device, torch.int32),
             max_seqlen=self.longest_window or longest_frame or max_seqlen,
             scale=self.scaling,
         )
-        return self.proj(attended.view(tokens, -1))
+        output = getattr(self, self.form.output)(attended.view(tokens, -1))
+        return (output, None) if self.form.weighed else output
 
 
 class FusedRMSNorm(StandIn):
@@ -122,15 +147,27 @@ class ExactFrequencies(StandIn):
     In bf16 they put cos and sin off by up to 0.12 on a 64 x 64 grid.
     """
 
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Whether these are what a module of Hugging Face's holds, but for a cast."""
+        held = module._buffers.get("inv_freq")
+        if held is None or held.is_meta:
+            return False
+        limit = torch.finfo(held.dtype).eps
+        return torch.allclose(held.float(), _frequencies_of(module), rtol=limit, atol=1e-7)
+
     @property
     def inv_freq(self) -> torch.Tensor:
         """Those of the buffer if it is in fp32; else what Hugging Face computes in fp32."""
         held = self._buffers["inv_freq"]
-        if held.dtype == torch.float32:
-            return held
-        config = getattr(self, "config", None)
-        theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", _THETA)
-        return _frequencies(len(held), theta, held.device)
+        return held if held.dtype == torch.float32 else _frequencies_of(self)
+
+
+def _frequencies_of(module: nn.Module) -> torch.Tensor:
+    held = module._buffers["inv_freq"]
+    config = getattr(module, "config", None)
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", _THETA)
+    return _frequencies(len(held), theta, held.device)
 
 
 @torch.compiler.disable

@@ -7,6 +7,7 @@ the arguments that it has for precomputed values. A version of transformers with
 """
 
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,30 @@ except ImportError:
 else:
     BOUNDED = True
 
+# Models whose towers take a plan, and which module of a tower reads the learned table of positions
+# by Hugging Face's function. What is not planned Hugging Face works out anew in each call.
+_PLANNED = {
+    "cohere_compass": "",
+    "ernie4_5_vl_moe": None,
+    "glm4v": None,
+    "glm4v_moe": None,
+    "kimi_k25": "patch_embed.pos_emb",
+    "muse_glimmer": None,
+    "muse_spark": None,
+    "paddleocr_vl": "embeddings",
+    "qwen2_5_omni": None,
+    "qwen2_5_vl": None,
+    "qwen2_vl": None,
+    "qwen3_5": "",
+    "qwen3_5_moe": "",
+    "qwen3_omni_moe": "",
+    "qwen3_vl": "",
+    "qwen3_vl_moe": "",
+    "qwen4_exp": "",
+}
+# Whose segments are whole clips, not frames.
+_OF_CLIPS = {"kimi_k25"}
+
 # A plan takes less than 70 bytes a token, the hidden state of one layer 2,000 and more.
 _PLANS = 8
 
@@ -43,24 +68,31 @@ Grid = tuple[tuple[int, int, int], ...]
 class Geometry(NamedTuple):
     """A tower's sizes that a plan depends on.
 
-    merge_size: patches a side of a merge unit. window_size: pixels a side of a window, None where
-    the tower has none. patch_size: pixels a side. table: how positions are read from the learned
-    table, as names and values that Hugging Face's function takes; None where there is no table.
+    merge_size: patches a side of a merge unit, in whose order patches come. window_size: pixels a
+    side of a window, None where the tower has none. patch_size: pixels a side, None likewise.
+    table: how positions are read from the learned table, as names and values that Hugging Face's
+    function takes; None where there is no table. of_clips: whether a segment is a whole clip.
     """
 
     merge_size: int
     window_size: int | None
-    patch_size: int
+    patch_size: int | None
     table: tuple[tuple[str, Any], ...] | None
+    of_clips: bool
 
     @classmethod
-    def of(cls, tower: nn.Module) -> "Geometry":
-        """The sizes of a Hugging Face tower."""
+    def of(cls, tower: nn.Module) -> "Geometry | None":
+        """The sizes of a Hugging Face tower; None of one that takes no plan."""
+        model = model_of(type(tower))
+        if model not in _PLANNED:
+            return None
+        window_size = getattr(tower, "window_size", None)
         return cls(
-            tower.spatial_merge_size,
-            getattr(tower, "window_size", None),
-            tower.config.patch_size,
-            _table(tower),
+            getattr(tower, "spatial_merge_size", 1),
+            window_size,
+            None if window_size is None else tower.config.patch_size,
+            _table(tower, _PLANNED[model]),
+            model in _OF_CLIPS,
         )
 
     @property
@@ -72,39 +104,67 @@ class Geometry(NamedTuple):
         return (units * self.merge_size) ** 2
 
 
-def _table(tower: nn.Module) -> tuple[tuple[str, Any], ...] | None:
-    if not hasattr(tower, "interpolation_mode"):
+def longest_window(tower: nn.Module, index: int) -> int | None:
+    """Tokens of a whole window where a tower's attention of this index sees windows, else None."""
+    geometry = Geometry.of(tower)
+    if geometry is None or geometry.window_size is None:
         return None
+    kinds = getattr(tower.config, "layer_types", None)
+    if kinds is None:
+        sees_frames = index in tower.fullatt_block_indexes
+    else:
+        sees_frames = kinds[index] == "full_attention"
+    return None if sees_frames else geometry.longest_window
+
+
+@functools.cache
+def model_of(cls: type[nn.Module]) -> str | None:
+    """The model of transformers whose file a class is from, or the first of its bases that is."""
+    homes = (base.__module__.split(".") for base in cls.__mro__)
+    return next((home[2] for home in homes if home[:2] == ["transformers", "models"]), None)
+
+
+def _table(tower: nn.Module, reader: str | None) -> tuple[tuple[str, Any], ...] | None:
+    if reader is None or not hasattr(tower.get_submodule(reader), "interpolation_mode"):
+        return None
+    reader = tower.get_submodule(reader)
     return (
-        ("num_grid_per_side", tower.num_grid_per_side),
-        ("mode", tower.interpolation_mode),
-        ("align_corners", tower.interpolation_align_corners),
+        ("num_grid_per_side", reader.num_grid_per_side),
+        ("mode", reader.interpolation_mode),
+        ("align_corners", reader.interpolation_align_corners),
     )
 
 
+@functools.cache
+def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Names of what a tower's forward takes, if it takes further keywords too; else none."""
+    parameters = inspect.signature(cls.forward).parameters
+    further = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return tuple(parameters)[1:] if further else ()
+
+
+@torch.compiler.disable
 def plan_call(tower: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Add the plan to the arguments of a tower's call: a forward pre-hook.
 
     What the caller has precomputed takes precedence over the plan.
     """
-    given = dict(zip(("hidden_states", "grid_thw"), args, strict=False)) | kwargs
-    patches, grid_thw = given.get("hidden_states"), given.get("grid_thw")
+    names = _arguments(type(tower))
+    given = dict(zip(names, args, strict=False)) | kwargs
+    patches, grid_thw = given.get(names[0]) if names else None, given.get("grid_thw")
     tensors = isinstance(patches, torch.Tensor) and isinstance(grid_thw, torch.Tensor)
-    if not tensors or "cu_seqlens" in kwargs:
+    geometry = Geometry.of(tower) if tensors and "cu_seqlens" not in given else None
+    if geometry is None:
         return None
     # Where the call computes: weights may lie elsewhere between calls.
-    return args, _plan_of_grid(Geometry.of(tower), grid_thw, patches.device) | kwargs
-
-
-@torch.compiler.disable
-def _plan_of_grid(geometry: Geometry, grid_thw: torch.Tensor, device: torch.device) -> dict:
-    return _plan(geometry, tuple(map(tuple, grid_thw.tolist())), device)
+    return args, _plan(geometry, tuple(map(tuple, grid_thw.tolist())), patches.device) | kwargs
 
 
 @functools.lru_cache(maxsize=_PLANS)
 def _plan(geometry: Geometry, grid: Grid, device: torch.device) -> dict[str, Any]:
     # A power of two, because torch.compile compiles anew for another bound.
-    longest_frame = next_power_of_2(max((h * w for _, h, w in grid), default=1))
+    frames = [h * w * (t if geometry.of_clips else 1) for t, h, w in grid]
+    longest_frame = next_power_of_2(max(frames, default=1))
     plan: dict[str, Any] = {"longest_frame": longest_frame}
     if BOUNDED:
         plan["max_seqlen"] = longest_frame
@@ -121,7 +181,8 @@ def _plan(geometry: Geometry, grid: Grid, device: torch.device) -> dict[str, Any
 
 def _precompute(geometry: Geometry, grid_thw: torch.Tensor) -> dict[str, torch.Tensor]:
     tensors = {
-        "cu_seqlens": get_vision_cu_seqlens(grid_thw).int(),  # in a trace they are the grid's dtype
+        # In a trace they are the grid's dtype.
+        "cu_seqlens": get_vision_cu_seqlens(grid_thw, geometry.of_clips).int(),
         "position_ids": get_vision_position_ids(grid_thw, geometry.merge_size),
     }
     if geometry.window_size is not None:

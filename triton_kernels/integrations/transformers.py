@@ -1,17 +1,28 @@
 """One line for Hugging Face users: `accelerate(model)` puts the fused attention into their model.
 
-For the vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, also with a mixture of experts, in
-transformers 4.57 and 5.
+For every vision tower of transformers 4.57 and 5 that has this attention, known by its code:
+families.md beside this file names the models.
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
 from triton_kernels.checks import MAX_HEAD_DIM
+from triton_kernels.integrations.forms import (
+    ATTENTIONS,
+    GATED_MLPS,
+    LAYERS,
+    RMS_NORMS,
+    Form,
+    fingerprint,
+    foreign_home,
+    forward_of,
+)
 from triton_kernels.integrations.layers import (
     ExactFrequencies,
     FusedAttention,
@@ -21,16 +32,13 @@ from triton_kernels.integrations.layers import (
     stand_in,
 )
 from triton_kernels.integrations.mlp import AlignedMLP
-from triton_kernels.integrations.plan import Geometry, plan_call
+from triton_kernels.integrations.plan import longest_window, model_of, plan_call
+from triton_kernels.integrations.spot_check import deviation
 
 try:
     import transformers
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-        Qwen2_5_VisionTransformerPretrainedModel,
-    )
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
+    from transformers import PreTrainedModel
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 except ImportError as error:
     raise ImportError(
         f"triton_kernels.integrations.transformers needs transformers 4.57 or newer ({error}): "
@@ -39,19 +47,12 @@ except ImportError as error:
 
 __all__ = ["accelerate", "accelerated", "restore"]
 
-TOWERS = (
-    Qwen2VisionTransformerPretrainedModel,
-    Qwen2_5_VisionTransformerPretrainedModel,
-    Qwen3VLVisionModel,
-    Qwen3VLMoeVisionModel,
-)
-# Of the attention's arguments: what ours needs, and what it knows and can do without.
-_NEEDED = {"hidden_states", "cu_seqlens", "position_embeddings"}
-_KNOWN = _NEEDED | {"rotary_pos_emb", "max_seqlen"}
 _HOOK = "_fused_rope_attention_hook"
-# Whose functions a tower and its blocks may run: the model's own, and those that only go on to it,
-# compiled for instance, or when weights have been brought over.
-_OWN = {"transformers", "torch", "accelerate"}
+# The rule for bf16, of all dtypes the widest: PyTorch may be told to make fp32 products like that.
+_TOLERANCE = 4e-3
+
+# By what a layer's forward says, what stands in for it.
+_ROLES = dict.fromkeys(RMS_NORMS, FusedRMSNorm) | dict.fromkeys(GATED_MLPS, AlignedMLP)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -59,11 +60,16 @@ Model = TypeVar("Model", bound=nn.Module)
 def accelerate(model: Model) -> Model:
     """Run a model's vision tower on the fused attention kernel.
 
-    The attention of every layer becomes `fused_rope_attention_qkvpacked`; an MLP whose width shuts
-    out the fast matrix kernels computes at an aligned width (3420 as 3456 in 16 bits), which
-    changes no result; RMSNorm becomes PyTorch's; rotary frequencies that are cast along with the
-    model are computed in fp32 all the same; and what depends on the image sizes alone is worked out
-    once per size, not on every call.
+    The attention of every layer becomes `fused_rope_attention`, but for dropout in training; an MLP
+    whose width shuts out the fast matrix kernels computes at an aligned width (3420 as 3456 in 16
+    bits), which changes no result; RMSNorm becomes PyTorch's; rotary frequencies that are cast
+    along with the model are computed in fp32 all the same; and what depends on the image sizes
+    alone is worked out once per size, not on every call.
+
+    An attention is known by what its code says, not by its name: the forward, and the functions of
+    its file that it calls, have to read like one that was tested; the layer has to hold nothing but
+    the projections of that form; and in a small random call, on the CPU, ours has to agree with it.
+    Norms, MLPs and rotary embeddings are taken likewise, and else left as they are.
 
     Modules, parameters and buffers remain the objects that they are, unchanged in shape, storage
     and class: all else is derived from them in each call. So optimizers, adapters, sharding,
@@ -74,18 +80,19 @@ def accelerate(model: Model) -> Model:
     Attention on a CPU and its backward pass anywhere run through the reference.
 
     Args:
-        model: a Hugging Face Qwen2-VL, Qwen2.5-VL or Qwen3-VL model, with or without its head, or
-            its vision tower; bf16, fp16 or fp32, in training or not. One that is accelerated
-            already stays as it is.
+        model: a Hugging Face model named in families.md, with or without its head, or one built
+            around its vision tower, or the tower; bf16, fp16 or fp32, in training or not. One that
+            is accelerated already stays as it is.
 
     Returns:
         `model` itself.
 
     Raises:
-        TypeError: no vision tower of these families in it.
-        ValueError: a tower, block or attention that runs another library's code, or a head_dim that
-            the kernel does not take.
-        RuntimeError: a transformers version whose attention has another signature.
+        TypeError: no vision attention over segments in it.
+        ValueError: a tower, block or attention that runs another library's code; an attention with
+            norms of its heads, fewer key than query heads, or a head_dim that the kernel does not
+            take; or one that gives something else than ours.
+        RuntimeError: an attention whose code is not known.
 
     After an error the model is as it was.
     """
@@ -103,7 +110,7 @@ def restore(model: Model) -> Model:
         `model` itself.
 
     Raises:
-        TypeError: no vision tower of these families in it.
+        TypeError: no vision attention over segments in it.
         ValueError: another library has changed a layer since (sharded or offloaded it, say),
             which has to be undone first; nothing is changed.
     """
@@ -125,46 +132,78 @@ def accelerated(model: Model) -> Iterator[Model]:
 
 
 def _find_towers(model: nn.Module) -> list[nn.Module]:
+    """The innermost of the model's models that have vision attention."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    towers = [module for module in modules if isinstance(module, TOWERS)]
+    towers = [m for m in modules if isinstance(m, PreTrainedModel) and _attentions(m)]
+    outer = {id(m) for m in towers for inner in towers if inner is not m and inner in m.modules()}
+    towers = [tower for tower in towers if id(tower) not in outer]
     if not towers:
         raise TypeError(
-            "model must be a Hugging Face Qwen2-VL, Qwen2.5-VL or Qwen3-VL model or its vision "
-            f"tower, got {type(model).__name__}, which holds no {_names(TOWERS)}"
+            "model must be a Hugging Face model with the vision attention of Qwen-VL, GLM-V or the "
+            f"like, or its vision tower, got {type(model).__name__}, which holds no attention that "
+            "takes cu_seqlens and position_embeddings"
         )
     return towers
+
+
+def _attentions(tower: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The innermost modules that take segments and angles, by name."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in tower.named_modules():
+        if takes_segments(type(module).forward):
+            if found and (not found[-1][0] or name.startswith(f"{found[-1][0]}.")):
+                found.pop()  # a block, which hands them on
+            found.append((name, module))
+    return found
+
+
+@functools.cache
+def takes_segments(forward: Callable) -> bool:
+    """Whether a forward is one of an attention over segments, or hands on what that takes."""
+    try:
+        parameters = inspect.signature(forward).parameters.keys()
+    except (TypeError, ValueError):  # of what is not written in Python
+        return False
+    angles = {"position_embeddings", "rotary_pos_emb"}
+    return "cu_seqlens" in parameters and not angles.isdisjoint(parameters)
 
 
 def _accelerate(towers: list[nn.Module]) -> list[nn.Module]:
     """Check all towers, then change those that are not accelerated; return these."""
     towers = [tower for tower in towers if not hasattr(tower, _HOOK)]
-    for tower in towers:
-        _check(tower)
+    forms = [_check(tower) for tower in towers]
     try:
-        for tower in towers:
-            _change(tower)
+        for tower, its_forms in zip(towers, forms, strict=True):
+            _change(tower, its_forms)
     except BaseException:  # an interrupt, for instance
         _restore(towers)
         raise
     return towers
 
 
-def _change(tower: nn.Module) -> None:
-    window = Geometry.of(tower).longest_window
-    for index, block in enumerate(tower.blocks):
-        attention = _inner(_inner(block).attn)
+def _change(tower: nn.Module, forms: dict[nn.Module, Form]) -> None:
+    for index, (attention, form) in enumerate(forms.items()):
         stand_in(attention, FusedAttention)
-        if window is not None and index not in tower.fullatt_block_indexes:
+        attention.form = form
+        window = longest_window(tower, index)
+        if window is not None:
             attention.longest_window = window
     for module in list(tower.modules()):
-        for kind, role in (
-            ("RMSNorm", FusedRMSNorm),
-            ("VisionRotaryEmbedding", ExactFrequencies),
-            ("VLMLP", AlignedMLP),  # the gated one, Qwen2.5-VL's
-        ):
-            if _is_own(module, kind, tower) and "forward" not in vars(module):
-                stand_in(module, role)
+        role = _role(module)
+        if role is not None:
+            stand_in(module, role)
     setattr(tower, _HOOK, tower.register_forward_pre_hook(plan_call, with_kwargs=True))
+
+
+def _role(module: nn.Module) -> type[StandIn] | None:
+    """What stands in for a layer beside the attention; None for one that is left as it is."""
+    forward = forward_of(module)
+    own = model_of(type(module)) is not None and foreign_home(forward) is None
+    if isinstance(module, StandIn) or not own or "forward" in vars(module):
+        return None
+    if ExactFrequencies.fits(module):
+        return ExactFrequencies
+    return _ROLES.get(fingerprint(forward))
 
 
 def _restore(towers: list[nn.Module]) -> None:
@@ -188,81 +227,82 @@ def _stand_ins(tower: nn.Module) -> list[tuple[str, StandIn]]:
     return [(n, m) for n, m in tower.named_modules() if isinstance(m, StandIn)]
 
 
-def _check(tower: nn.Module) -> None:
-    _check_own("the tower", tower, "", tower)
-    for index, block in enumerate(map(_inner, tower.blocks)):
-        _check_own(f"blocks.{index}", block, "VisionBlock", tower)
-        name, attention = f"blocks.{index}.attn", _inner(block.attn)
-        _check_own(name, attention, "VisionAttention", tower)
-        _check_signature(type(attention))
-        if "forward" in vars(attention):
-            raise ValueError(
-                f"{name} has a forward of its own, put there by another library (a device_map over "
-                "several devices has it done), that would hide ours: accelerate the model before"
-            )
-        if attention.head_dim % 8 or not 8 <= attention.head_dim <= MAX_HEAD_DIM:
-            raise ValueError(
-                f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {attention.head_dim} "
-                f"in {name}"
-            )
+def _check(tower: nn.Module) -> dict[nn.Module, Form]:
+    """The form of each attention, if all may run ours."""
+    _check_own("the tower", tower)
+    forms, agreed = {}, set()
+    for name, attention in _attentions(tower):
+        path = name.split(".")
+        for outer in (".".join(path[:end]) for end in range(1, len(path))):
+            _check_own(outer, tower.get_submodule(outer))
+        _check_own(name, attention)
+        forms[attention] = form = _check_attention(name, attention)
+        if (settings := _settings(attention)) not in agreed:
+            _check_agreement(name, attention, form)
+            agreed.add(settings)
+    return forms
 
 
-def _check_signature(attention: type[nn.Module]) -> None:
-    parameters = inspect.signature(attention.forward).parameters.values()
-    further = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
-    named = {p.name for p in parameters} - {"self", *further}
-    if not further or not _NEEDED <= named <= _KNOWN:
-        raise RuntimeError(
-            f"{attention.__name__}.forward of transformers {transformers.__version__} must take "
-            f"{', '.join(sorted(_NEEDED))}, at most {', '.join(sorted(_KNOWN - _NEEDED))} beside "
-            f"them, and further keywords, got {inspect.signature(attention.forward)}"
-        )
-
-
-def _check_own(name: str, module: nn.Module, kind: str, tower: nn.Module) -> None:
-    if not _is_own(module, kind, tower):
-        home = _foreign_home(_forward_of(module)) or type(module).__module__
+def _check_own(name: str, module: nn.Module) -> None:
+    home = foreign_home(forward_of(module))
+    if home is not None:
         raise ValueError(
             f"{name} must run transformers' own code, got a {type(module).__name__} with code of "
             f"{home}, which ours may not fit: accelerate the model without it"
         )
 
 
-def _is_own(module: nn.Module, kind: str, tower: nn.Module) -> bool:
-    """Whether a module runs a class of the tower's own file whose name ends like that, unpatched.
+def _check_attention(name: str, attention: nn.Module) -> Form:
+    if "forward" in vars(attention):
+        raise ValueError(
+            f"{name} has a forward of its own, put there by another library (a device_map over "
+            "several devices has it done), that would hide ours: accelerate the model before"
+        )
+    form = ATTENTIONS.get(fingerprint(type(attention).forward))
+    layers = LAYERS if form is None else {*form.inputs, form.output}
+    held = dict(attention.named_children())
+    further = [layer for layer in held if layer not in layers]
+    if further and not layers.isdisjoint(held):
+        raise ValueError(
+            f"{name} must hold nothing but projections, got {', '.join(further)} in a "
+            f"{type(attention).__name__}, which ours does not compute"
+        )
+    if getattr(attention, "num_key_value_groups", 1) != 1:
+        raise ValueError(
+            f"{name} must have a key head for each query head, got a {type(attention).__name__} "
+            f"with one for {attention.num_key_value_groups}, which ours does not compute"
+        )
+    if form is None:
+        raise RuntimeError(
+            f"{name} must be an attention whose code ours is known to agree with, got a "
+            f"{type(attention).__name__} of transformers {transformers.__version__} with other code"
+        )
+    if attention.head_dim % 8 or not 8 <= attention.head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {attention.head_dim} "
+            f"in {name}"
+        )
+    implementation = attention.config._attn_implementation
+    function = ALL_ATTENTION_FUNCTIONS.get(implementation)  # None: the model's own, "eager"
+    home = None if function is None else foreign_home(function)
+    if home is not None:
+        raise ValueError(
+            f"{name} must use an attention function of transformers', got {implementation!r} with "
+            f"code of {home}, which ours would replace"
+        )
+    return form
 
-    It may be of a class derived from it, as FSDP gives modules, that adds no forward.
-    """
-    files = [cls.__module__ for cls in TOWERS if isinstance(tower, cls)]
-    named = any(c.__module__ in files and c.__name__.endswith(kind) for c in type(module).__mro__)
-    return named and _foreign_home(_forward_of(module)) is None
+
+def _settings(attention: nn.Module) -> tuple:
+    """What a small call depends on."""
+    values = ((n, v) for n, v in vars(attention).items() if isinstance(v, (int, float, str)))
+    return type(attention), *sorted(values)
 
 
-def _inner(module: nn.Module) -> nn.Module:
-    """A module without what PyTorch puts around one: to compile it, shard it or keep less of it."""
-    while type(module).__module__.startswith("torch.") and len(list(module.children())) == 1:
-        (module,) = module.children()
-    return module
-
-
-def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    return vars(module).get("forward", type(module).forward)
-
-
-def _foreign_home(forward: Callable[..., Any]) -> str | None:
-    """Where the first of a forward's functions, each wrapping the next, is from that is not _OWN.
-
-    By where a function finds its globals: wrappers take on the names of what they wrap.
-    """
-    while forward is not None:
-        function = getattr(forward, "func", forward)  # of a functools.partial
-        function = getattr(function, "__func__", function)  # of a bound method
-        home = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
-        if home.partition(".")[0] not in _OWN:
-            return home
-        forward = getattr(forward, "__wrapped__", None)
-    return None
-
-
-def _names(classes: tuple[type, ...]) -> str:
-    return " or ".join(cls.__name__ for cls in classes)
+def _check_agreement(name: str, attention: nn.Module, form: Form) -> None:
+    error = deviation(attention, form)
+    if not error <= _TOLERANCE:
+        raise ValueError(
+            f"{name} must give what ours gives, got a {type(attention).__name__} whose results "
+            f"differ by {error:.1e} in a small random call"
+        )

@@ -1,0 +1,173 @@
+"""`accelerate` on the towers of other models that have the same attention."""
+
+import pytest
+import torch
+import transformers
+
+from tests.integrations import table
+from tests.integrations.families import OF_EACH_FORM, REFUSED, TAKEN, make, random_call, run
+from tests.integrations.hugging_face import (
+    DEVICE,
+    GRIDS,
+    Waits,
+    assert_same_bits,
+    bits_of,
+    kinds_of,
+    relative_error,
+    snapshot,
+)
+from triton_kernels import attention
+from triton_kernels.integrations import plan
+from triton_kernels.integrations.transformers import accelerate, restore
+
+every_family = pytest.mark.parametrize("model", TAKEN)
+TOLERANCE = 1e-5
+# Others plan more in each call than Hugging Face takes precomputed, or than ours knows of.
+PLANNED_WHOLE = sorted(TAKEN.keys() - {"kimi_k25", "muse_glimmer", "muse_spark", "video_llama_3"})
+
+
+def assert_close(results, expected, tolerance=TOLERANCE):
+    assert len(results) == len(expected)
+    for result, exact in zip(results, expected, strict=True):
+        assert relative_error(result, exact) < tolerance
+
+
+@every_family
+def test_results_are_hugging_faces_and_restore_is_exact(model):
+    tower = make(model)
+    before, bits = snapshot(tower), bits_of(tower)
+    calls = [random_call(model, tower, grid) for grid in GRIDS.values()]
+    with torch.no_grad():
+        expected = [run(tower, call) for call in calls]
+        assert accelerate(tower) is tower
+        assert "FusedAttention" in kinds_of(tower)
+        for call, exact in zip(calls, expected, strict=True):
+            assert_close(run(tower, call), exact)
+        restored = [run(restore(tower), call) for call in calls]
+    assert snapshot(tower) == before
+    assert_same_bits(bits_of(tower), bits)
+    for results, exact in zip(restored, expected, strict=True):
+        assert_close(results, exact, 1e-6)  # on a GPU some towers' own sums vary in their last bit
+        assert all(map(torch.equal, results[:2], exact[:2]))
+
+
+@pytest.mark.parametrize("model", OF_EACH_FORM)
+def test_the_kernel_itself_in_a_tower(model, monkeypatch):
+    # Interpreted where no GPU is.
+    monkeypatch.setattr(attention, "runs_kernel", lambda device, _: device.type == DEVICE)
+    tower = make(model)
+    call = random_call(model, tower, [(1, 4, 10), (2, 2, 2)])
+    with torch.no_grad():
+        assert_close(run(accelerate(tower), call), run(restore(tower), call))
+
+
+@every_family
+def test_gradients_are_hugging_faces(model):
+    tower = make(model).train()
+    call = random_call(model, tower, GRIDS["several"])
+
+    def gradients():
+        tower.zero_grad()
+        run(tower, call)[-1].square().mean().backward()
+        return {name: p.grad for name, p in tower.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    accelerate(tower)
+    results = gradients()
+    assert results.keys() == expected.keys()
+    for name, result in results.items():
+        assert relative_error(result, expected[name]) < 1e-4, name
+
+
+@pytest.mark.parametrize("model", OF_EACH_FORM)
+def test_what_other_libraries_do_to_projections_is_kept(model):
+    results = []
+    for accelerated_before in (None, True, False):
+        tower = make(model)
+        if accelerated_before:
+            accelerate(tower)
+        for module in tower.modules():
+            if type(module).__name__.endswith("Attention"):
+                for projection in module.children():
+                    projection.register_forward_hook(lambda _module, _x, y: 1.25 * y)
+        if accelerated_before is False:
+            accelerate(tower)
+        with torch.no_grad():
+            results.append(run(tower, random_call(model, tower, GRIDS["clip"])))
+    assert_close(results[1], results[0])
+    assert_close(results[2], results[0])
+
+
+def test_dropout_in_training_is_theirs():
+    tower = make("paddleocr_vl").train()
+    for module in tower.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    call = random_call("paddleocr_vl", tower, GRIDS["clip"])
+
+    def results():
+        torch.manual_seed(1)
+        with torch.no_grad():
+            return run(tower, call)
+
+    expected = results()
+    accelerate(tower)
+    assert all(map(torch.equal, results(), expected))
+    tower.eval()
+    assert_close(results(), run(restore(tower), call))
+
+
+def test_frequencies_that_are_not_hugging_faces_are_kept():
+    tower = make("glm4v")
+    tower.rotary_pos_emb.inv_freq *= 0.5
+    held = tower.to(torch.bfloat16).rotary_pos_emb.inv_freq.clone()
+    assert torch.equal(accelerate(tower).rotary_pos_emb.inv_freq, held)
+
+
+def test_accelerating_draws_no_random_numbers():
+    tower = make("qwen2_5_omni")
+    state = torch.get_rng_state()
+    accelerate(tower)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.skipif(not plan.BOUNDED, reason="this transformers takes no bound")
+@pytest.mark.parametrize("model", PLANNED_WHOLE)
+def test_a_planned_call_waits_for_nothing(model):
+    tower = accelerate(make(model))
+    patches, further = random_call(model, tower, GRIDS["clip"])
+    with torch.no_grad():
+        tower(patches, **further)
+        with Waits() as waits:
+            tower(patches, **further)
+    assert waits.count == 0
+
+
+def test_whole_models_with_towers_of_another_file():
+    from transformers import Glm46VConfig, Glm46VForConditionalGeneration
+
+    text = {
+        "vocab_size": 96,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+    }
+    config = Glm46VConfig(text_config=text, vision_config=TAKEN["glm4v"].sizes)
+    model = Glm46VForConditionalGeneration(config)
+    before = snapshot(model)
+    assert accelerate(model) is model
+    assert "FusedAttention" in kinds_of(model.model.visual)
+    assert "FusedAttention" not in kinds_of(model.model.language_model)
+    assert snapshot(restore(model)) == before
+
+
+def test_the_table_is_of_this_transformers():
+    columns = table.read()
+    if transformers.__version__ not in columns:
+        pytest.skip(f"{table.FILE.name} has no column of transformers {transformers.__version__}")
+    assert table.column() == columns[transformers.__version__]
+    named = {model for model, cell in table.column().items() if cell == "no"}
+    assert named <= REFUSED.keys() == table.NEEDS.keys()
