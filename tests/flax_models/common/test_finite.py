@@ -44,9 +44,9 @@ def test_images(wrong):
     ends = np.cumsum(grid.prod(axis=1) // 4)
     finite = np.ones(ends[-1], bool)
     finite[[ends[image] - 1 for image in sorted(wrong)]] = False
-    assert non_finite_images(VisionConfig(), grid, finite) == sorted(wrong)
+    assert non_finite_images(VisionConfig(), grid, finite, "embeddings") == sorted(wrong)
 
 
 def test_rows_of_another_grid():
-    with pytest.raises(ValueError, match="grid_thw asks for 12 embeddings, got 6"):
-        non_finite_images(VisionConfig(), [(2, 4, 6)], np.ones(6, bool))
+    with pytest.raises(ValueError, match="grid_thw asks for 12 rows of embeddings, got 6"):
+        non_finite_images(VisionConfig(), [(2, 4, 6)], np.ones(6, bool), "embeddings")
