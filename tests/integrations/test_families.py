@@ -144,8 +144,10 @@ def test_a_planned_call_waits_for_nothing(model):
 
 
 def test_whole_models_with_towers_of_another_file():
-    from transformers import Glm46VConfig, Glm46VForConditionalGeneration
-
+    try:
+        from transformers import Glm46VConfig, Glm46VForConditionalGeneration
+    except ImportError:
+        pytest.skip("this transformers has no GLM-4.6V")
     text = {
         "vocab_size": 96,
         "hidden_size": 48,

@@ -214,7 +214,10 @@ def test_code_that_is_known_and_gives_something_else(monkeypatch):
 @pytest.mark.parametrize("model", REFUSED)
 def test_a_model_whose_attention_is_another(model):
     _, error, message = REFUSED[model]
-    assert_refused(make(model), error, message)
+    tower = make(model)
+    if not any(transformers.takes_segments(type(module).forward) for module in tower.modules()):
+        pytest.skip("this transformers has another attention there, which takes no segments")
+    assert_refused(tower, error, message)
 
 
 def test_an_error_leaves_every_tower():
