@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from compare.torch_tower.gated import gated_activation, load, unnormed_product
 from flax_models.common.weights import Biases
 from triton_kernels.attention import runs_kernel
-from triton_kernels.kernels.gated import silu_times
+from triton_kernels.kernels.gated import place, silu_times
 from triton_kernels.kernels.tiles import cast, dot
 from triton_kernels.launching.table import next_power_of_2
 
@@ -185,10 +185,15 @@ def gated_product_kernel(
     BLOCK: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Persistent: one program for each multiprocessor, which goes through tiles of the result."""
-    tiles = tl.cdiv(tokens, BLOCK) * tl.cdiv(WIDTH, BLOCK)
+    row_tiles, column_tiles = tl.cdiv(tokens, BLOCK), tl.cdiv(WIDTH, BLOCK)
     # Flattened, the two loops load a tile's first channels while the last one is activated.
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        row, column = place(tile, tokens, WIDTH, BLOCK, GROUP)
+    for tile in tl.range(
+        tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True
+    ):
+        row_tile, column_tile = place(tile, row_tiles, column_tiles, GROUP)
+        # Where the last tile would pass the end it overlaps the one before: both write the same.
+        row = tl.minimum(row_tile * BLOCK, tokens - BLOCK)
+        column = tl.minimum(column_tile * BLOCK, WIDTH - BLOCK)
         acc = tl.zeros([BLOCK, 2 * BLOCK], tl.float32)
         for step in range(0, HIDDEN // DEPTH):
             x = residual_desc.load([row, step * DEPTH])  # [BLOCK, DEPTH]
@@ -203,18 +208,3 @@ def gated_product_kernel(
         gate = gate * scale + tl.load(bias_ptr + columns)[None, :]
         up = up * scale + tl.load(bias_ptr + WIDTH + columns)[None, :]
         out_desc.store([row, column], cast(silu_times(gate, up), out_desc.dtype))
-
-
-@triton.jit
-def place(tile, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """A tile's first row and column: groups of rows, in them column by column, there row by row.
-
-    The last tile of rows, or of columns, overlaps the one before it where it would pass the end:
-    both write the same.
-    """
-    row_blocks, column_blocks = tl.cdiv(tokens, BLOCK), tl.cdiv(WIDTH, BLOCK)
-    first = tile // (GROUP * column_blocks) * GROUP
-    rows = tl.minimum(row_blocks - first, GROUP)
-    within = tile % (GROUP * column_blocks)
-    row, column = (first + within % rows) * BLOCK, within // rows * BLOCK
-    return tl.minimum(row, tokens - BLOCK), tl.minimum(column, WIDTH - BLOCK)

@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.integrations.hugging_face import (
     CLASSES,
+    DEVICE,
     GRIDS,
     bits_of,
     embed,
@@ -126,7 +127,7 @@ def test_every_change_of_the_weights_is_followed(change, aligned):
         change(tower)
     untouched.load_state_dict(tower.state_dict())
     result = embed(tower)
-    assert "kernel" in aligned
+    assert "operands" in aligned
     assert relative_error(result, before) > 0.01
     assert relative_error(result, embed_by_hugging_face(untouched)) < 1e-4
 
@@ -227,7 +228,7 @@ def test_fsdp2_loads_its_own_checkpoint(mesh, before, aligned):
     state = get_model_state_dict(tower)
     set_model_state_dict(tower, {name: 1.5 * x for name, x in state.items()})
     assert relative_error(embed(tower, inputs), embed(expected, inputs)) < TOLERANCE
-    assert "kernel" in aligned
+    assert "operands" in aligned
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -291,9 +292,35 @@ def test_an_aligned_block_compiles_whole(aligned):
     assert relative_error(embed(tower), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "channels", "width", "rows"),
+    [(torch.bfloat16, 300, 200, 266, 40), (torch.float16, 1, 64, 3420, 300)],
+)
+def test_operands_have_rows_filled_up_with_zeros(dtype, tokens, channels, width, rows, aligned):
+    generator = torch.Generator().manual_seed(0)
+    sizes = (tokens, channels), (width, channels), (width,), (width, channels), (width,)
+    x, *layers, down = (
+        torch.randn(size, generator=generator).to(DEVICE, dtype) for size in (*sizes, (rows, width))
+    )
+    layers[0] = torch.cat([layers[0].flatten()[:1], layers[0].flatten()])[1:].view(width, channels)
+    hidden, weight = mlp._aligned_operands(x, *layers, down)
+    assert "kernel" in aligned
+    assert hidden.shape[1] == weight.shape[1] == mlp.aligned_width(down) > width
+    assert torch.equal(weight[:, :width], down)
+    assert not weight[:, width:].any()
+    assert not hidden[:, width:].any()
+    gate_weight, gate_bias, up_weight, up_bias = (each.double() for each in layers)
+    gate = nn.functional.linear(x.double(), gate_weight, gate_bias)
+    up = nn.functional.linear(x.double(), up_weight, up_bias)
+    exact = nn.functional.silu(gate) * up
+    # Rounded once.
+    assert relative_error(hidden[:, :width].double(), exact) < torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.usefixtures("aligned")
 def test_the_operator_is_as_it_says():
     layer = make_tower("qwen2_5").blocks[0].mlp
-    x = torch.randn(6, 64, device=layer.down_proj.weight.device)
+    x = torch.randn(6, 64, device=layer.bfloat16().down_proj.weight.device, dtype=torch.bfloat16)
     gate, up, down = layer.gate_proj, layer.up_proj, layer.down_proj
     arguments = x, gate.weight, gate.bias, up.weight, up.bias, down.weight
     arguments = tuple(each.detach() for each in arguments)
@@ -320,8 +347,8 @@ def test_a_cuda_graph_reads_what_is_loaded_later():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_kernel_serves_16_bits_on_a_gpu(monkeypatch, dtype):
-    ways, find = [], mlp._aligned_operands
-    monkeypatch.setattr(mlp, "_aligned_operands", lambda *x: ways.append("kernel") or find(*x))
+    ways, launch = [], mlp.launch_kernel
+    monkeypatch.setattr(mlp, "launch_kernel", lambda *x: ways.append("kernel") or launch(*x))
     tower = make_tower("qwen2_5").to(dtype)
     inputs = random_inputs(tower, GRIDS["several"])
     theirs = embed(tower, inputs)

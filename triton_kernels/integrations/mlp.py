@@ -5,9 +5,9 @@ bits, and its last product takes 3.8 times as long as one of 3456. So that produ
 activation and a copy of the weight, are laid out with rows of 3456, filled up with zeros, which
 changes no result.
 
-The parameters stay as they are. The copy is made in every call, by the kernel that activates: of
-what is not remembered nothing can be older than the parameter, however that is changed, and a CUDA
-graph makes it too. PyTorch's activation is two kernels, this one with the copy is one.
+The parameters stay as they are. The copy is made in every call, by the kernel that multiplies and
+activates: of what is not remembered nothing can be older than the parameter, however that is
+changed, and a CUDA graph makes it too. PyTorch has four kernels for what is one here.
 """
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from triton_kernels.integrations.layers import StandIn
 from triton_kernels.integrations.plain import is_own, plain_parameters
 from triton_kernels.kernels.gated import aligned_operands_kernel
+from triton_kernels.launching.descriptors import Tile
 from triton_kernels.launching.fast_path import goes_unseen, plans
 from triton_kernels.launching.launch import Call, binary_of, launch_kernel
 from triton_kernels.launching.table import Launch, next_power_of_2
@@ -32,8 +33,13 @@ else:
 _ACCEPTED = 16
 _STORED = 128
 
-# A program has one row; a row of 3,456 channels is 16 values a thread.
-_LAUNCH = Launch(block=1, block_k=1, num_warps=8, num_stages=1)
+# A tile has 128 rows and as many columns of each of gate and up, for which 64 channels are
+# multiplied at a time, up to four times as many having been loaded. 8 tiles of rows share columns.
+_LAUNCH = Launch(block=128, block_k=64, num_warps=8, num_stages=4)
+_GROUP = 8
+_COPIED = 8  # rows of the weight that a program copies at a time
+_INTERPRETED_PROGRAMS = 2  # fewer than there is to do, so that it loops
+_NO_CALL = "the kernel is not for these"
 
 # Activations that the kernel knows, as PyTorch and transformers have them.
 _SILU = {cls: cls.forward for cls in _SILUS}
@@ -61,8 +67,7 @@ class AlignedMLP(StandIn):
             find = _aligned_operands if goes_unseen((x,)) else _operator
             return F.linear(*find(*operands), bias)
         hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
-        tail = 0, aligned_width(weight) - weight.shape[1]
-        return F.linear(F.pad(hidden, tail), F.pad(weight, tail), bias)
+        return F.linear(_filled(hidden, weight), _filled(weight, weight), bias)
 
     def _operands(self, x: torch.Tensor, *down: torch.Tensor | None) -> _Operands | None:
         """What `_aligned_operands` takes; None where the modules have to be called one by one."""
@@ -94,8 +99,12 @@ def is_misaligned(x: torch.Tensor, width: int) -> bool:
 
 def aligned_width(weight: torch.Tensor) -> int:
     """The width at which a weight's rows are stored: 3420 in 16 bits becomes 3456."""
-    unit = _STORED // weight.itemsize
-    return -(-weight.shape[1] // unit) * unit
+    return _aligned(weight.shape[1], weight.itemsize)
+
+
+def _aligned(width: int, itemsize: int) -> int:
+    unit = _STORED // itemsize
+    return -(-width // unit) * unit
 
 
 def _aligned_operands(
@@ -117,30 +126,44 @@ def _aligned_operands(
     Returns:
         [tokens, stored] and [rows, stored], stored being `aligned_width`.
     """
-    x = x.contiguous()
     (tokens, channels), (rows, width) = x.shape, down_weight.shape
-    stored = aligned_width(down_weight)
-    hidden, weight = x.new_empty(tokens, stored), x.new_empty(rows, stored)
-    # Fast kernels write whole 16 bytes of a row; the columns behind them are the kernel's.
-    whole = width - width % (_ACCEPTED // x.itemsize)
-    # A product of fp16 may be too large for fp16 before its bias is added.
-    biased = x.dtype != torch.float16
-    gate, up = (
-        F.linear(x, weight[:whole], None if biased else bias[:whole])
-        for weight, bias in ((gate_weight, gate_bias), (up_weight, up_bias))
-    )
-    tensors = (
-        x, gate, up, gate_weight, up_weight, gate_bias, up_bias, down_weight, hidden, weight,
-    )  # fmt: skip
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    at_16 = all(address % 16 == 0 for address in addresses)
-    form = x.dtype, x.device, tokens, rows, channels, whole, width, stored, biased, at_16
+    form = x.dtype, x.device, tokens, rows, channels, width
     call = plans.get(form)
     if call is None:
-        call = plans[form] = _call(*form)
+        call = plans[form] = _call(*form) if runs_kernel(x) else _NO_CALL
+    if call is _NO_CALL:
+        hidden = F.silu(F.linear(x, gate_weight, gate_bias)) * F.linear(x, up_weight, up_bias)
+        return _filled(hidden, down_weight), _filled(down_weight, down_weight)
+    stored = aligned_width(down_weight)
+    hidden, weight = x.new_empty(tokens, stored), x.new_empty(rows, stored)
+    described = *map(_described, (x, gate_weight, up_weight)), hidden
+    read = gate_bias, up_bias, down_weight, weight
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        launch_kernel(call, tensors, addresses)
+        launch_kernel(
+            call,
+            (*described, *read),
+            [each.data_ptr() for each in read],
+            [each.data_ptr() for each in described],
+        )
     return hidden, weight
+
+
+def runs_kernel(x: torch.Tensor) -> bool:
+    """Whether the kernel multiplies rows of these: of 16-bit numbers, where it was measured."""
+    if not x.is_cuda or x.itemsize != 2 or x.shape[1] * x.itemsize % _ACCEPTED != 0:
+        return False
+    return torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+def _filled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Rows of the weight's width, filled up with zeros to that at which they are stored."""
+    return F.pad(x, (0, aligned_width(weight) - weight.shape[1]))
+
+
+def _described(x: torch.Tensor) -> torch.Tensor:
+    """A tensor that a descriptor can describe: x, or a copy."""
+    x = x.contiguous()
+    return x if x.data_ptr() % _ACCEPTED == 0 else x.clone()
 
 
 def _call(
@@ -149,17 +172,23 @@ def _call(
     tokens: int,
     rows: int,
     channels: int,
-    whole: int,
     width: int,
-    stored: int,
-    biased: bool,
-    at_16: bool,
 ) -> Call:
-    kernel = aligned_operands_kernel
-    powers = [next_power_of_2(size) for size in (channels, stored, width - whole)]
-    constants = channels, whole, width, stored, *powers, biased
-    binary = binary_of(kernel, dtype, device, constants, _LAUNCH) if at_16 else None
-    return Call(kernel, tokens + rows, _LAUNCH, (tokens,), constants, device.index, binary)
+    stored = _aligned(width, dtype.itemsize)
+    kernel, block, depth = aligned_operands_kernel, _LAUNCH.block, _LAUNCH.block_k
+    sizes = (tokens, channels), (width, channels), (width, channels), (tokens, stored)
+    blocks = [block, depth], [block, depth], [block, depth], [block, block]
+    tiles = tuple(
+        Tile(i, shape, (shape[1], 1), sides)
+        for i, (shape, sides) in enumerate(zip(sizes, blocks, strict=True))
+    )
+    constants = channels, width, stored, rows, block, depth, _GROUP, _COPIED
+    constants = *constants, next_power_of_2(stored)
+    binary = binary_of(kernel, dtype, device, constants, _LAUNCH)
+    programs = _INTERPRETED_PROGRAMS
+    if device.type == "cuda":
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
+    return Call(kernel, programs, _LAUNCH, (tokens,), constants, device.index, binary, tiles)
 
 
 _operator = torch.library.custom_op(

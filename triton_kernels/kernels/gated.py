@@ -1,9 +1,9 @@
-"""The activation of a gated MLP whose width is no multiple of what the fast matrix kernels take."""
+"""A gated MLP's products and activation, also of widths that fast matrix kernels do not take."""
 
 import triton
 import triton.language as tl
 
-from triton_kernels.kernels.tiles import cast
+from triton_kernels.kernels.tiles import cast, dot
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -17,62 +17,62 @@ def silu_times(gate, up):
     return gate * up * (root * root)
 
 
+@triton.jit
+def place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """A tile's place: GROUP tiles of rows go through all columns before the next ones.
+
+    So programs that run at once share operands.
+    """
+    first = tile // (GROUP * column_tiles) * GROUP
+    rows = tl.minimum(row_tiles - first, GROUP)
+    within = tile % (GROUP * column_tiles)
+    return first + within % rows, within // rows
+
+
 @triton.jit(do_not_specialize=("tokens",))
 def aligned_operands_kernel(
-    x_ptr,  # [tokens, HIDDEN]
-    gate_ptr, up_ptr,  # [tokens, WHOLE] each
-    # [WIDTH, HIDDEN] and [WIDTH] each, of which the first WHOLE made gate and up
-    gate_weight_ptr, up_weight_ptr,
-    gate_bias_ptr, up_bias_ptr,
-    weight_ptr,  # [rows, WIDTH]
-    hidden_ptr,  # [tokens, STORED]
-    stored_ptr,  # [rows, STORED]
+    x_desc,  # [tokens, HIDDEN]
+    gate_desc, up_desc,  # weights, [WIDTH, HIDDEN] each
+    hidden_desc,  # [tokens, STORED]
+    gate_bias_ptr, up_bias_ptr,  # [WIDTH] each
+    weight_ptr,  # [ROWS, WIDTH]
+    stored_ptr,  # [ROWS, STORED]
     tokens,
-    HIDDEN: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr,
-    # the powers of two that hold HIDDEN, STORED and WIDTH - WHOLE
-    CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
-    BIASED: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr, ROWS: tl.constexpr,
+    # rows and columns of a tile, channels at a time, tiles of rows in a group
+    BLOCK: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    # rows of the weight at a time, and the power of two that holds STORED
+    COPIED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) x up, and a copy of the weight, with rows filled up with zeros.
 
-    One program for each row: first the activation's, then the weight's. The last columns of gate
-    and up, too few for a product of their own, are multiplied here.
+    Persistent: one program for each multiprocessor, which copies its part of the weight and goes
+    through tiles of the result. Descriptors give zeros beyond a tensor, and store nothing there.
     """
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    if row < tokens:
-        whole = column < WHOLE
-        gate = tl.load(gate_ptr + row * WHOLE + column, mask=whole, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + row * WHOLE + column, mask=whole, other=0.0).to(tl.float32)
-        if BIASED:
-            gate += tl.load(gate_bias_ptr + column, mask=whole, other=0.0).to(tl.float32)
-            up += tl.load(up_bias_ptr + column, mask=whole, other=0.0).to(tl.float32)
-        y = cast(silu_times(gate, up), hidden_ptr.dtype.element_ty)  # 0 x sigmoid(0) x 0 beyond
-        behind = whole | ((column >= WIDTH) & (column < STORED))
-        tl.store(hidden_ptr + row * STORED + column, y, mask=behind)
-
-        channel = tl.arange(0, CHANNELS)
-        x = tl.load(x_ptr + row * HIDDEN + channel, mask=channel < HIDDEN, other=0.0)
-        last = WHOLE + tl.arange(0, TAIL)
-        gate = _columns(x, gate_weight_ptr, gate_bias_ptr, last, channel, HIDDEN, WIDTH)
-        up = _columns(x, up_weight_ptr, up_bias_ptr, last, channel, HIDDEN, WIDTH)
-        y = cast(silu_times(gate, up), hidden_ptr.dtype.element_ty)
-        tl.store(hidden_ptr + row * STORED + last, y, mask=last < WIDTH)
-    else:
-        row -= tokens
-        inside = column < WIDTH
+    column = tl.arange(0, COLUMNS)[None, :]
+    for first in range(tl.program_id(0) * COPIED, ROWS, tl.num_programs(0) * COPIED):
+        row = first + tl.arange(0, COPIED)[:, None]
+        inside = (row < ROWS) & (column < WIDTH)
         weight = tl.load(weight_ptr + row * WIDTH + column, mask=inside, other=0.0)
-        tl.store(stored_ptr + row * STORED + column, weight, mask=column < STORED)
+        tl.store(stored_ptr + row * STORED + column, weight, mask=(row < ROWS) & (column < STORED))
 
+    row_tiles, column_tiles = tl.cdiv(tokens, BLOCK), tl.cdiv(STORED, BLOCK)
+    # Flattened, the two loops load a tile's first channels while the last one is activated.
+    for tile in tl.range(
+        tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True
+    ):
+        row_tile, column_tile = place(tile, row_tiles, column_tiles, GROUP)
+        row, first = row_tile * BLOCK, column_tile * BLOCK
+        gate = tl.zeros([BLOCK, BLOCK], tl.float32)
+        up = tl.zeros([BLOCK, BLOCK], tl.float32)
+        for step in range(0, tl.cdiv(HIDDEN, DEPTH)):
+            x = x_desc.load([row, step * DEPTH])
+            gate = dot(x, tl.trans(gate_desc.load([first, step * DEPTH])), gate)
+            up = dot(x, tl.trans(up_desc.load([first, step * DEPTH])), up)
 
-@triton.jit
-def _columns(
-    x, weight_ptr, bias_ptr, columns, channel, HIDDEN: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """x weight^T + bias of some columns, in fp32; x is one row."""
-    inside = columns < WIDTH
-    mask = inside[:, None] & (channel < HIDDEN)[None, :]
-    pointers = weight_ptr + columns[:, None] * HIDDEN + channel[None, :]
-    weight = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    product = tl.sum(weight * x.to(tl.float32)[None, :], 1)
-    return product + tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < WIDTH
+        gate += tl.load(gate_bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(up_bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        # 0 x sigmoid(0) x 0 beyond WIDTH
+        hidden_desc.store([row, first], cast(silu_times(gate, up), hidden_desc.dtype))

@@ -34,7 +34,9 @@ def cast(x, dtype: tl.constexpr):
     """fp32 x in another dtype, rounded to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        # Bits that are left below bf16's would be taken for a number where all above them are 0.
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = bits.to(tl.float32, bitcast=True)
     return x.to(dtype)
 
 

@@ -3,10 +3,11 @@
 from typing import NamedTuple
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 try:
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 except ImportError:  # experimental as Gluon is, versions to come may have it elsewhere
     gl = None
 
@@ -31,15 +32,17 @@ class Tile(NamedTuple):
     shape: tuple[int, ...]  # of the tensor, as strides
     strides: tuple[int, ...]
     block: list[int]  # of a tile, as many axes
-    layout: "gl.NVMMASharedLayout"  # of the tile in shared memory
+    layout: "gl.NVMMASharedLayout | None" = None  # of the tile in shared memory; else Triton's
 
-    def of(self, base: torch.Tensor | Address) -> "TensorDescriptor":
+    def of(self, base: torch.Tensor | Address) -> "TensorDescriptor | GluonDescriptor":
         """The descriptor for the tensor of one call."""
         # Its constructor takes microseconds to check what these are known to fulfil.
-        descriptor = object.__new__(TensorDescriptor)
+        descriptor = object.__new__(TensorDescriptor if self.layout is None else GluonDescriptor)
         descriptor.base = base
         descriptor.shape, descriptor.strides = self.shape, self.strides
-        descriptor.block_shape, descriptor.layout = self.block, self.layout
+        descriptor.block_shape = self.block
+        if self.layout is not None:
+            descriptor.layout = self.layout
         return descriptor
 
 
