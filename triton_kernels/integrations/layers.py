@@ -113,22 +113,26 @@ class FusedAttention(StandIn):
         angles = rotary_pos_emb if position_embeddings is None else position_embeddings
         if isinstance(angles, torch.Tensor):
             angles = angles.cos(), angles.sin()
-        cos, sin = (x.flatten(0, -2)[:, : head_dim // 2].float() for x in angles)
-        projected = [getattr(self, layer)(hidden_states) for layer in self.form.inputs]
+        cos, sin = angles
+        if cos.ndim > 2:
+            cos, sin = cos.flatten(0, -2), sin.flatten(0, -2)
+        half, form = head_dim // 2, self.form
+        cos, sin = cos[:, :half].float(), sin[:, :half].float()
+        projected = [getattr(self, layer)(hidden_states) for layer in form.inputs]
         if len(projected) == 1:
             attend, shape = fused_rope_attention_qkvpacked, (tokens, 3, heads, head_dim)
         else:
             attend, shape = fused_rope_attention, (tokens, heads, head_dim)
         attended = attend(
-            *(x.view(shape) for x in projected),
+            *[x.view(shape) for x in projected],
             cos,
             sin,
             cu_seqlens.to(hidden_states.device, torch.int32),
             max_seqlen=self.longest_window or longest_frame or max_seqlen,
             scale=self.scaling,
         )
-        output = getattr(self, self.form.output)(attended.view(tokens, -1))
-        return (output, None) if self.form.weighed else output
+        output = getattr(self, form.output)(attended.view(tokens, -1))
+        return (output, None) if form.weighed else output
 
 
 class FusedRMSNorm(StandIn):

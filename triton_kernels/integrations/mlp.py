@@ -138,13 +138,13 @@ def _aligned_operands(
     hidden, weight = x.new_empty(tokens, stored), x.new_empty(rows, stored)
     described = *map(_described, (x, gate_weight, up_weight)), hidden
     read = gate_bias, up_bias, down_weight, weight
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        launch_kernel(
-            call,
-            (*described, *read),
-            [each.data_ptr() for each in read],
-            [each.data_ptr() for each in described],
-        )
+    addresses = [each.data_ptr() for each in read], [each.data_ptr() for each in described]
+    # Triton launches on the current device. Asking for it takes less than to set it.
+    if call.device is None or call.device == torch.cuda.current_device():
+        launch_kernel(call, (*described, *read), *addresses)
+    else:
+        with torch.cuda.device(call.device):
+            launch_kernel(call, (*described, *read), *addresses)
     return hidden, weight
 
 
