@@ -120,6 +120,9 @@ def smart_resize(
     factor: int = 28,
     min_pixels: int = 56 * 56,
     max_pixels: int = 28 * 28 * 1280,
+    *,
+    num_frames: int = 1,
+    temporal_factor: int = 1,
 ) -> tuple[int, int]:
     """Choose the size that an image is resized to, by the rule of Qwen2-VL.
 
@@ -133,6 +136,8 @@ def smart_resize(
         factor: pixels along a side of a merge unit.
         min_pixels: lower limit on the new area.
         max_pixels: upper limit on the new area.
+        num_frames: above 1 the limits are Qwen3-VL's, on the areas of a clip's frames together.
+        temporal_factor: frames count in multiples of it, to the nearest (halves to the even one).
 
     Returns:
         (height, width) in pixels.
@@ -150,12 +155,13 @@ def smart_resize(
         )
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
-    if new_height * new_width > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
+    counted = round(num_frames / temporal_factor) * temporal_factor
+    if counted * new_height * new_width > max_pixels:
+        shrink = math.sqrt(num_frames * height * width / max_pixels)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)
         new_width = max(factor, math.floor(width / shrink / factor) * factor)
-    elif new_height * new_width < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
+    elif counted * new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (num_frames * height * width))
         new_height = math.ceil(height * grow / factor) * factor
         new_width = math.ceil(width * grow / factor) * factor
     return new_height, new_width
@@ -293,13 +299,17 @@ def _from_array(array: np.ndarray, name: str) -> Image.Image:
 
 def _check_header(image: Image.Image) -> None:
     """Refuse an image that should not be decoded."""
-    pixels = image.width * image.height
-    if pixels > _MAX_SOURCE_PIXELS:
-        raise ImageError(f"it has {pixels:,} pixels, more than {_MAX_SOURCE_PIXELS:,}")
+    check_pixels(image.height, image.width)
     if image.mode.startswith(_DEEP_MODES):  # Pillow would cut the values off at 255
         raise ImageError(
             f"it has mode {image.mode}, more than 8 bits a channel: scale it to 0..255 first"
         )
+
+
+def check_pixels(height: int, width: int) -> None:
+    """Refuse what would take too much memory."""
+    if height * width > _MAX_SOURCE_PIXELS:
+        raise ImageError(f"it has {height * width:,} pixels, more than {_MAX_SOURCE_PIXELS:,}")
 
 
 def _to_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
