@@ -69,13 +69,13 @@ SHAPES = [(4, 56, 84), (1, 100, 230), (5, 30, 20), (7, 200, 240), (3, 9, 700), (
 
 @both_processors
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("cap", [False, True], ids=["", "cap"])
+@pytest.mark.parametrize("cap", [None, 3, 26, 60], ids=str)
 def test_equals_hugging_face(config, shape, cap):
-    """With all frames."""
+    """With all frames; a cap is below the lower limit, between the two, or beside the upper."""
     if config is QWEN3 and shape[0] == 1:
         pytest.skip("refused")
-    tokens = {"max_video_tokens": 60} if cap else {}
-    config = dataclasses.replace(config, do_sample_frames=False, cap_pixels_per_frame=cap, **tokens)
+    tokens = {"cap_pixels_per_frame": True, "max_video_tokens": cap} if cap else {}
+    config = dataclasses.replace(config, do_sample_frames=False, **tokens)
     video = clip(*shape)
     theirs = hugging_face(config)(
         videos=[video], do_sample_frames=False, return_tensors="np", return_metadata=True
@@ -115,6 +115,16 @@ def test_any_sampling_equals_hugging_face(
     ours = preprocess_videos(video, config, video_fps=video_fps, **asked)
     assert_equal(ours, theirs)
     np.testing.assert_array_equal(ours[2][0], their_timestamps(theirs["video_metadata"][0], step))
+
+
+@pytest.mark.parametrize(("total", "num_frames"), [(30, 22), (52, 46), (86, 74)])
+def test_frames_are_counted_in_fp32_as_hugging_face_does(total, num_frames):
+    """In fp64 a product of these is nearly whole, and the frame before is taken."""
+    video = clip(total, 28, 28)
+    theirs = hugging_face(QWEN2)(
+        videos=[video], do_sample_frames=True, num_frames=num_frames, return_tensors="np"
+    )
+    assert_equal(preprocess_videos(video, QWEN2, num_frames=num_frames), theirs)
 
 
 def test_several_videos_equal_hugging_face():
@@ -245,6 +255,12 @@ def write_video(path, frames, fps=10, codec="mpeg4"):
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
+    return decode(path)
+
+
+def decode(path):
+    """All frames of a file, uint8 [frames, height, width, 3]."""
+    av = pytest.importorskip("av")
     with av.open(os.fspath(path)) as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
@@ -302,6 +318,17 @@ def test_files_are_turned_upright(path, degrees, turns):
     frames = write_video(path.with_name("other.mp4"), clip(25, 48, 64))
     turned = np.rot90(frames, -turns, axes=(1, 2))  # clockwise, as players show it
     assert_same(preprocess_videos(path, QWEN2), preprocess_videos(turned, QWEN2, video_fps=10))
+
+
+def test_a_file_that_is_cut_at_its_start_by_a_list_of_edits(path):
+    """Its header counts what nobody is shown, too."""
+    data = bytearray(path.read_bytes())
+    start = data.index(b"elst") + 16
+    data[start : start + 4] = (5 * 1024 + 100).to_bytes(4, "big")
+    path.write_bytes(data)
+    frames = decode(path)
+    assert len(frames) < 25
+    assert_same(preprocess_videos(path, QWEN2), preprocess_videos(frames, QWEN2, video_fps=10))
 
 
 def test_only_frames_that_are_asked_for_are_converted(path, monkeypatch):
