@@ -14,6 +14,7 @@ from flax_models import ImageError, VideoConfig, VisionConfig, preprocess, prepr
 from flax_models.common import images, videos
 from tests.hostile import examples
 from tests.tower_checkpoints import SMALL_TOWERS
+from tests.video_files import decode, write_video
 
 QWEN2 = VideoConfig(min_pixels=56 * 56, max_pixels=28 * 28 * 40)
 QWEN3 = dataclasses.replace(
@@ -115,6 +116,35 @@ def test_any_sampling_equals_hugging_face(
     ours = preprocess_videos(video, config, video_fps=video_fps, **asked)
     assert_equal(ours, theirs)
     np.testing.assert_array_equal(ours[2][0], their_timestamps(theirs["video_metadata"][0], step))
+
+
+FPS, NUMBER = "fps", "num_frames"
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "rate", "asked", "grid", "indices"),
+    [
+        (QWEN2, (5, 30, 20), 10, {}, [3, 6, 4], range(5)),
+        (QWEN2, (4, 9, 700), 10, {}, [2, 2, 36], range(4)),
+        (QWEN2, (50, 64, 96), 10, {FPS: 1}, [2, 4, 6], [0, 12, 25, 37]),
+        (QWEN2, (50, 64, 96), 29.97, {FPS: 4}, [3, 4, 6], [0, 8, 16, 25, 33, 41]),
+        (QWEN2, (12, 60, 40), 24, {FPS: 2}, [2, 6, 4], [0, 3, 6, 9]),
+        (QWEN2, (9, 300, 200), 10, {NUMBER: 6}, [3, 14, 10], [0, 1, 3, 4, 6, 7]),
+        (QWEN3, (5, 30, 20), 10, {}, [3, 4, 2], range(5)),
+        (QWEN3, (4, 9, 700), 10, {}, [2, 2, 152], range(4)),
+        (QWEN3, (50, 64, 96), 10, {FPS: 1}, [3, 4, 6], [0, 12, 24, 37, 49]),
+        (QWEN3, (97, 64, 150), 25, {FPS: 2}, [4, 4, 10], [0, 16, 32, 48, 64, 80, 96]),
+        (QWEN3, (12, 60, 40), 24, {FPS: 2}, [2, 4, 2], [0, 4, 7, 11]),
+        (QWEN3, (9, 300, 200), 10, {NUMBER: 6}, [3, 16, 10], [0, 2, 3, 5, 6, 8]),
+    ],
+)
+def test_what_transformers_5_24_returned(config, shape, rate, asked, grid, indices):
+    """Written down, for where its processors can't run."""
+    config = dataclasses.replace(config, do_sample_frames=False)
+    _, grid_thw, (seconds,) = preprocess_videos(clip(*shape), config, video_fps=rate, **asked)
+    assert grid_thw.tolist() == [grid]
+    padded = np.array([*indices, *indices[-1:]][: 2 * grid[0]]).reshape(-1, 2)
+    np.testing.assert_allclose(seconds, padded.mean(axis=1) / rate, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("total", "num_frames"), [(30, 22), (52, 46), (86, 74)])
@@ -243,26 +273,6 @@ def test_an_animation_that_repeats_is_named(tmp_path):
 
 
 # --- files
-
-
-def write_video(path, frames, fps=10, codec="mpeg4"):
-    """Write a file with PyAV; the frames that are in it, as it decodes them."""
-    av = pytest.importorskip("av")
-    with av.open(os.fspath(path), "w") as container:
-        stream = container.add_stream(codec, rate=fps)
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
-    return decode(path)
-
-
-def decode(path):
-    """All frames of a file, uint8 [frames, height, width, 3]."""
-    av = pytest.importorskip("av")
-    with av.open(os.fspath(path)) as container:
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
 @pytest.fixture
