@@ -250,6 +250,7 @@ def _decode(
             decoded += 1
             if remaining[0] != decoded - 1:
                 continue
+            check_pixels(frame.height, frame.width)  # the header's may be others
             size = size or (frame.width, frame.height)
             if (frame.width, frame.height) != size:
                 raise ImageError(
@@ -272,7 +273,7 @@ def _sample(
     """Indices of frames in ascending order, as Hugging Face's processors choose them."""
     total = source.total
     if num_frames is not None and num_frames > total:
-        raise ImageError(f"{source.name} has {total} frames, fewer than num_frames {num_frames}")
+        raise ImageError(f"{source.name} has {_frames(total)}, fewer than num_frames {num_frames}")
     if config.processor == "Qwen3VLVideoProcessor":
         if num_frames is None and fps is None:
             num_frames = min(max(total, config.min_frames), config.max_frames)
@@ -292,8 +293,8 @@ def _sample(
         num_frames = math.floor(min(asked, config.max_frames, total) / step) * step
     if not 0 < num_frames <= total:
         raise ImageError(
-            f"{source.name} has {total} frames, of which {num_frames} would be sampled: they are "
-            f"multiples of temporal_patch_size {step}"
+            f"{source.name} has {_frames(total)}, of which {num_frames} would be sampled: only "
+            f"multiples of temporal_patch_size {step} are"
         )
     # In fp32, as they are counted there; fp64 gives other frames where a product is nearly whole.
     return np.float32(np.arange(num_frames) * (total / num_frames)).astype(np.int64)
@@ -310,7 +311,7 @@ def _new_size(config: VideoConfig, frames: int, height: int, width: int) -> tupl
             limit = max(min(limit, int(tokens * 0.9) * step // frames), least)
         return smart_resize(height, width, factor, config.min_pixels, limit)
     if frames < step:
-        raise ImageError(f"it has {frames} frames, fewer than temporal_patch_size {step}")
+        raise ImageError(f"it has {_frames(frames)}, fewer than temporal_patch_size {step}")
     if config.cap_pixels_per_frame:
         limit = max(min(tokens, limit // frames), least) * frames
     if height < factor or width < factor:
@@ -318,6 +319,10 @@ def _new_size(config: VideoConfig, frames: int, height: int, width: int) -> tupl
         height, width = int(height * enlarge), int(width * enlarge)
     counted = {"num_frames": frames, "temporal_factor": step}
     return smart_resize(height, width, factor, config.min_pixels, limit, **counted)
+
+
+def _frames(number: int) -> str:
+    return f"{number} frame" + "s" * (number != 1)
 
 
 def _of_patches(seconds: np.ndarray, temporal_patch: int) -> np.ndarray:

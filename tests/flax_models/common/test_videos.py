@@ -231,7 +231,7 @@ def test_frames_that_are_not_sampled_are_not_loaded(tmp_path):
         (clip(2, 1, 300), {}, "video 0: sides of 1 x 300 pixels .* have the ratio 300"),
         (clip(5), {"num_frames": 6}, "video 0 has 5 frames, fewer than num_frames 6"),
         (clip(5), {"num_frames": 1}, "video 0 has 5 frames, of which 0 would be sampled"),
-        (clip(1), {"fps": 2, "video_fps": 24}, "video 0 has 1 frames, of which 0 would be"),
+        (clip(1), {"fps": 2, "video_fps": 24}, "video 0 has 1 frame, of which 0 would be"),
         (clip(7), {"num_frames": 7}, "video 0 has 7 frames, of which 8 would be sampled"),
     ],
 )
@@ -241,7 +241,7 @@ def test_refuses_videos(given_videos, arguments, message):
 
 
 def test_refuses_fewer_frames_than_a_temporal_patch_has():
-    with pytest.raises(ImageError, match="it has 1 frames, fewer than temporal_patch_size 2"):
+    with pytest.raises(ImageError, match="it has 1 frame, fewer than temporal_patch_size 2"):
         preprocess_videos(clip(1), QWEN3)
 
 
