@@ -109,28 +109,33 @@ class FusedAttention(StandIn):
             }
             given = {name: value for name, value in given.items() if value is not None}
             return super().forward(hidden_states, cu_seqlens, **given, **further)
-        tokens, heads, head_dim = hidden_states.shape[0], self.num_heads, self.head_dim
+        # The host may take longer than the GPU: hence no loops, and no view that may be spared.
+        form, tokens, head_dim = self.form, hidden_states.shape[0], self.head_dim
         angles = rotary_pos_emb if position_embeddings is None else position_embeddings
         if isinstance(angles, torch.Tensor):
             angles = angles.cos(), angles.sin()
         cos, sin = angles
         if cos.ndim > 2:
             cos, sin = cos.flatten(0, -2), sin.flatten(0, -2)
-        half, form = head_dim // 2, self.form
+        half = head_dim // 2
         cos, sin = cos[:, :half].float(), sin[:, :half].float()
-        projected = [getattr(self, layer)(hidden_states) for layer in form.inputs]
-        if len(projected) == 1:
-            attend, shape = fused_rope_attention_qkvpacked, (tokens, 3, heads, head_dim)
+        cu_seqlens = cu_seqlens.to(hidden_states.device, torch.int32)
+        bound = self.longest_window or longest_frame or max_seqlen
+        scale = self.scaling
+        if len(form.inputs) == 1:
+            qkv = getattr(self, form.inputs[0])(hidden_states)
+            qkv = qkv.view(tokens, 3, self.num_heads, head_dim)
+            attended = fused_rope_attention_qkvpacked(
+                qkv, cos, sin, cu_seqlens, max_seqlen=bound, scale=scale
+            )
         else:
-            attend, shape = fused_rope_attention, (tokens, heads, head_dim)
-        attended = attend(
-            *[x.view(shape) for x in projected],
-            cos,
-            sin,
-            cu_seqlens.to(hidden_states.device, torch.int32),
-            max_seqlen=self.longest_window or longest_frame or max_seqlen,
-            scale=self.scaling,
-        )
+            q, k, v = (
+                getattr(self, layer)(hidden_states).view(tokens, self.num_heads, head_dim)
+                for layer in form.inputs
+            )
+            attended = fused_rope_attention(
+                q, k, v, cos, sin, cu_seqlens, max_seqlen=bound, scale=scale
+            )
         output = getattr(self, form.output)(attended.view(tokens, -1))
         return (output, None) if form.weighed else output
 

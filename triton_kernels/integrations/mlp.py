@@ -57,7 +57,7 @@ class AlignedMLP(StandIn):
         """From [tokens, channels] to the same."""
         if not is_misaligned(x, self.intermediate_size):
             return super().forward(x)
-        down = plain_parameters(self.down_proj)
+        down = plain_parameters(self._modules["down_proj"])
         if down is None:
             return super().forward(x)
         weight, bias = down
@@ -71,8 +71,9 @@ class AlignedMLP(StandIn):
 
     def _operands(self, x: torch.Tensor, *down: torch.Tensor | None) -> _Operands | None:
         """What `_aligned_operands` takes; None where the modules have to be called one by one."""
-        gate, up = plain_parameters(self.gate_proj), plain_parameters(self.up_proj)
-        if gate is None or up is None or not is_own(self.act_fn, _SILU):
+        modules = self._modules
+        gate, up = plain_parameters(modules["gate_proj"]), plain_parameters(modules["up_proj"])
+        if gate is None or up is None or not is_own(modules["act_fn"], _SILU):
             return None
         parameters = *gate, *up, *down
         recorded, dtype, device = torch.is_grad_enabled(), x.dtype, x.device

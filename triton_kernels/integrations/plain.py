@@ -24,9 +24,11 @@ def plain_parameters(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | No
     """Weight and bias of a layer that `is_plain`; None of another."""
     if not is_own(linear, _LINEAR):
         return None
-    weight, bias = linear.weight, linear.bias
+    held = linear._parameters  # an attribute of a module takes the host a microsecond to find
+    if "weight" not in held:  # FSDP puts plain tensors in the parameters' place
+        held = vars(linear) | held
+    weight, bias = held["weight"], held["bias"]
     shape = linear.out_features, linear.in_features
-    # FSDP puts plain tensors in the parameters' place.
     if type(weight) not in _TENSORS or weight.shape != shape:
         return None
     if weight.is_meta or not weight.is_contiguous():
