@@ -14,7 +14,9 @@ from compare.implementations.towers import our_towers
 from compare.report.tables import stress_table
 from compare.stress import checks, guards
 from compare.stress import inputs as stress_inputs
+from compare.stress import launched, subjects
 from compare.stress import server as stress_server
+from compare.stress.launched import EVERYWHERE, WARP_SPECIALIZED
 from compare.stress.server import Traffic
 from compare.stress.subjects import MemoryFault, Subject, Triton
 from compare.workloads.arrays import torch_arguments
@@ -26,9 +28,10 @@ CHECKS = {check.name: check for check in checks.CHECKS}
 
 
 class Right(Subject):
-    """PyTorch's reference as a kernel."""
+    """PyTorch's reference as a kernel, or as all of them."""
 
     name = "reference"
+    launched = frozenset((*EVERYWHERE, WARP_SPECIALIZED))
 
     def put(self, inputs):
         return torch_arguments(inputs)
