@@ -15,7 +15,7 @@ from compare import cli, commands
 from compare.common import result_files
 from compare.implementations import huggingface
 from compare.implementations.towers import our_towers
-from compare.report.tables import stress_table
+from compare.report.tables import stress_line, stress_table
 from compare.stress import checks, guards, kernels, launched
 from compare.stress import inputs as stress_inputs
 from compare.stress import server as stress_server
@@ -298,7 +298,8 @@ def test_hostile_segments_are_of_every_kind():
 
 
 def test_the_table_tells_cases_and_findings():
-    good = checks.outcome("hostile", "triton", "anything", 1234, [])
+    reached = {"rotate": 1000, "window": 1234}
+    good = checks.outcome("hostile", "triton", "anything", 1234, [], kernels=reached)
     bad = checks.outcome("hostile", "pallas", "anything", 10, ["row 3 is NaN", "another"])
     empty = checks.outcome("place", "triton", "moved", 0, [])
     server = checks.outcome(
@@ -306,8 +307,13 @@ def test_the_table_tells_cases_and_findings():
     )
     assert [good.passed, bad.passed, empty.passed] == [True, False, False]
     assert empty.note == "no case was tried"
-    table = stress_table(synthetic.as_results("stress", [good, bad, server]))
-    assert "| anything | triton 1,234, pallas 10 | nothing wrong; **pallas: 2 findings**" in table
+    results = synthetic.as_results("stress", [good, bad, server])
+    table = stress_table(results)
+    cases = "triton 1,234 (rotate 1,000, window 1,234), pallas 10"
+    assert f"| anything | {cases} | nothing wrong; **pallas: 2 findings**" in table
+    line = stress_line(results)
+    assert line.startswith("1,244 cases of ")
+    assert "kernels (rotate 1,000, window 1,234), 9 calls of busy towers: **pallas: 2 " in line
     assert "row 3 is NaN" in table
     assert "| torch 9 | torch: nothing wrong, memory +3 MiB on the host and +0 on" in table
 
