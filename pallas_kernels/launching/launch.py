@@ -22,6 +22,7 @@ def run(
     interpret: bool,
     operands: tuple[jax.Array, ...],
     disable_licm: bool = False,
+    result: jax.Array | None = None,
 ) -> jax.Array:
     """Run a kernel on its operands, through Pallas' Triton backend.
 
@@ -33,13 +34,23 @@ def run(
         interpret: in Pallas' interpreter.
         operands: arrays.
         disable_licm: see `TritonParams`.
+        result: what is written to, where the kernel does not write all of it.
     """
+    aliases, body = {}, kernel
+    if result is not None:
+        aliases, operands = {len(operands): 0}, (*operands, result)
+
+        def body(*refs: jax.Array) -> None:
+            *read, _, out = refs  # the last two are the same memory
+            kernel(*read, out)
+
     # Under shard_map the result varies over the mesh axes that any operand varies over.
     manual_axis_type = jax.sharding.ManualAxisType(varying=varying_axes(*operands))
     call = pl.pallas_call(
-        kernel,
+        body,
         grid=(programs,),
         out_shape=jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type),
+        input_output_aliases=aliases,
         compiler_params=compiler_params(launch, disable_licm),
         interpret=interpret,
         name=kernel.func.__name__,
