@@ -112,7 +112,12 @@ def late_logits(case, above, rows):
 
 
 class StressContract:
-    """Inherited by the tests of each implementation."""
+    """Inherited by the tests of each implementation.
+
+    row_unit: how far places have to be apart for a segment's bits to be the same, a multiple of it.
+    """
+
+    row_unit = 1
 
     @both_kernels
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -194,16 +199,17 @@ class StressContract:
     def test_a_segment_gives_the_same_bits_wherever_it_stands(
         self, length, start, before, behind, seed, max_seqlen
     ):
-        end = start + length
-        alone = cut((0, 0, length, length), tokens=90, head_dim=16)
+        end, first = start + length, start % self.row_unit
+        alone = cut((first, first, first + length, first + length), tokens=90, head_dim=16)
         among = cut(
             (max(0, start - before), start, end, min(90, end + behind)),
             tokens=90, head_dim=16, seed=seed + 1,
         )  # fmt: skip
         for whole, part in zip(among.packed[:3], alone.packed[:3], strict=True):
-            whole[start:end] = part[:length]
+            whole[start:end] = part[first : first + length]
         moved = self.attention(among, max_seqlen=max_seqlen)[start:end]
-        assert_same_bits(moved, self.attention(alone, max_seqlen=max_seqlen)[:length])
+        expected = self.attention(alone, max_seqlen=max_seqlen)[first : first + length]
+        assert_same_bits(moved, expected)
 
     @pytest.mark.parametrize("late", [False, True])
     @pytest.mark.parametrize("max_seqlen", [150, STREAM])

@@ -2,7 +2,8 @@
 # NVIDIA's compute-sanitizer over the contracts of the attention's kernels and the MLP's, compiled on
 # this machine's GPU: accesses outside of allocations (memcheck), races on shared memory
 # (racecheck), reads of memory that nobody wrote (initcheck). Fails on the first tool that finds
-# anything.
+# anything. Of the warp-specialized kernels, on a Hopper GPU, the tools see what threads access; the
+# copy engine's accesses, which its descriptors bound, and the tensor cores' are no thread's.
 #
 #   tests/sanitize.sh [TOOL...]       PYTHON and COMPUTE_SANITIZER name the programs
 set -euo pipefail
@@ -19,8 +20,8 @@ export PYTORCH_NO_CUDA_MEMORY_CACHING=1 XLA_PYTHON_CLIENT_ALLOCATOR=platform
 # XLA's trials of its own kernels compare results that nobody wrote.
 export XLA_FLAGS="--xla_gpu_autotune_level=0 ${XLA_FLAGS:-}"
 attention='TestKernel and (any_cu_seqlens or every_fusion or segments_of_every_kind'
-attention+=' or test_every_head_dim)'
-kernels='window|stream|rotate|gated|gated_product|norm_scale'
+attention+=' or test_every_head_dim or (many_lengths and 80))'
+kernels='window|stream|hopper_stream|rotate|gated|gated_product|norm_scale'
 gated='TestGated and (oracles_rounded_once or one_kernel_is_the_oracles)'
 
 [[ $# -gt 0 ]] || set -- memcheck racecheck initcheck
@@ -33,8 +34,8 @@ for tool in "$@"; do
   # What other kernels write has to be seen for initcheck to know that it was written.
   [[ $tool == initcheck ]] || options+=(--kernel-regex "kns=($kernels)_kernel")
   for suite in \
-    "$attention: tests/triton_kernels/test_contract.py" \
-    "$attention: tests/pallas_kernels/test_contract.py" \
+    "$attention: tests/triton_kernels/test_contract.py tests/triton_kernels/kernels/test_hopper_stream.py" \
+    "$attention: tests/pallas_kernels/test_contract.py tests/pallas_kernels/kernels/test_hopper_stream.py" \
     "$gated: tests/compare/torch_tower/test_gated.py tests/compare/torch_tower/test_gated_product.py" \
     "$gated: tests/flax_models/test_gated.py tests/flax_models/test_gated_product.py"; do
     read -ra files <<<"${suite##*: }"

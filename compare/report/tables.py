@@ -1,6 +1,7 @@
 """Result files as Markdown tables: what was checked, what withstood stress, what was timed."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from compare.common.console import number
@@ -19,6 +20,8 @@ from compare.report.grouping import (
 from compare.report.markdown import speedup, table
 from compare.workloads.kernels import FRAMES_MIX, FRAMES_MIX_PARTS
 
+_SERVER = "server"  # the kind of stress whose cases are calls of towers
+_WORDS = {"hopper_stream": "warp-specialized"}  # for a kernel's name
 _STEPS = 3  # a tower's table of errors has so many of its layers, the last one besides
 
 # Ours, whose speedup over a peer of the same framework is told.
@@ -69,11 +72,22 @@ def layer_table(records: Sequence[RecordDict]) -> str:
 
 
 def stress_line(results: Results) -> str:
-    """Of how many cases, and what was wrong with which kernels and towers."""
-    cases = sum(record["cases"] for record in results.records)
+    """How many cases of kernels, by which kernel, and calls of towers; what was wrong with which.
+
+    Of files that do not say so, without kernels.
+    """
+    cases, calls, reached = 0, 0, Counter()
+    for record in results.records:
+        if record["workload"] == _SERVER:
+            calls += record["cases"]
+        else:
+            cases += record["cases"]
+            reached.update(record.get("kernels", {}))
     wrong = [_outcome(record) for record in results.records if not record["passed"]]
-    return f"{cases:,} cases of hostile input, far sizes and busy servers: " + (
-        f"{'; '.join(wrong)}." if wrong else "nothing wrong."
+    return (
+        f"{cases:,} cases of hostile and extreme input to both frameworks' kernels"
+        f"{_reached(reached)}, {calls:,} calls of busy towers: "
+        f"{'; '.join(wrong) if wrong else 'nothing wrong'}."
     )
 
 
@@ -87,12 +101,21 @@ def stress_table(results: Results) -> str:
         [
             [
                 tried,
-                ", ".join(f"{r['implementation']} {r['cases']:,}" for r in records),
+                ", ".join(
+                    f"{r['implementation']} {r['cases']:,}{_reached(r.get('kernels', {}))}"
+                    for r in records
+                ),
                 "; ".join(dict.fromkeys(map(_outcome, records))),
             ]
             for (_, tried), records in rows.items()
         ],
     )
+
+
+def _reached(kernels: Mapping[str, int]) -> str:
+    """How many cases reached which kernel; nothing where that is not known."""
+    told = ", ".join(f"{_WORDS.get(kernel, kernel)} {cases:,}" for kernel, cases in kernels.items())
+    return f" ({told})" if told else ""
 
 
 def _outcome(record: RecordDict) -> str:

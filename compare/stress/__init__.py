@@ -2,5 +2,6 @@
 
 `checks` lists the checks, runs them and prints the table. `kernels` has those of kernels, on the
 `inputs` drawn for them; `subjects` are the kernels as they are called there, with `guards` around
-their tensors. `server` is a tower's life under calls from many threads.
+their tensors, and `launched` tells which of them a call reached. `server` is a tower's life under
+calls from many threads.
 """

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from compare.implementations.towers import TowerImplementation, free_memory, our
 from compare.stress import inputs, kernels, server
 from compare.stress.inputs import Sizes
 from compare.stress.kernels import Findings
+from compare.stress.launched import kernels_here
 from compare.stress.server import Traffic
 from compare.stress.subjects import SUBJECTS, Subject
 from compare.workloads.towers import SMALL_TOWERS
@@ -79,8 +81,9 @@ def check_stress(
         towers: default our two.
 
     Returns:
-        A record for each check of each kernel and tower; `note` holds its first finding, `details`
-        the number of `cases` and of `findings`.
+        A record for each check of each framework's kernels, and of each tower; `note` holds its
+        first finding, `details` the number of `cases` and of `findings` and, of kernels, by
+        `kernels` how many cases reached which. One that none reached is a finding.
     """
     sizes = inputs.ON_GPU if has_gpu() else inputs.ON_CPU
     pairs = [(check, subject) for check in checks for subject in subjects]
@@ -97,14 +100,19 @@ def check_stress(
 
 def run_check(check: Check, subject: Subject, sizes: Sizes) -> Record:
     cases, findings = 0, []
+    reached = dict.fromkeys(kernels_here(), 0)
     try:
         with np.errstate(all="ignore"):  # NaN and infinity are meant, Triton's interpreter is NumPy
             for finding in check.run(subject, sizes):
                 cases += 1
                 findings += [finding] if finding else []
+                for kernel in subject.launched:
+                    reached[kernel] = reached.get(kernel, 0) + 1
     except Exception as error:  # a kernel that fails is a finding: the others still count
         findings.append(one_line(error))
-    return outcome(check.name, subject.name, check.tried.format(sizes), cases, findings)
+    findings += [f"no case reached the kernel {name}" for name, n in reached.items() if n == 0]
+    tried = check.tried.format(sizes)
+    return outcome(check.name, subject.name, tried, cases, findings, kernels=reached)
 
 
 def _server_record(
@@ -123,7 +131,7 @@ def _server_record(
 
 
 def outcome(
-    check: str, name: str, tried: str, cases: int, findings: Sequence[str], **details: float
+    check: str, name: str, tried: str, cases: int, findings: Sequence[str], **details: Any
 ) -> Record:
     if not cases and not findings:
         findings = ["no case was tried"]
@@ -143,5 +151,8 @@ def _print(records: Iterable[Record]) -> None:
         outcome = "nothing wrong"
         if not record.passed:
             outcome = f"FAILED {record.details['findings']} times, first: {record.note}"
-        rows.append((record.workload, record.implementation, f"{record.details['cases']}", outcome))
-    print_table("Stress", ("check", "of", "cases", "what came out"), rows)
+        kernels = record.details.get("kernels", {})
+        reached = ", ".join(f"{kernel} {cases}" for kernel, cases in kernels.items())
+        cases = f"{record.details['cases']}"
+        rows.append((record.workload, record.implementation, cases, reached, outcome))
+    print_table("Stress", ("check", "of", "cases", "that reached", "what came out"), rows)

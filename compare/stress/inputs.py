@@ -10,13 +10,40 @@ from compare.workloads.kernels import DTYPES, KernelInputs
 
 
 @dataclass(frozen=True)
+class Route:
+    """Calls of one kind: from their size follows which kernel serves them, if all is rotated.
+
+    Attributes:
+        name: of the kernel that is meant, as findings have it.
+        max_seqlen: the bound on a segment's length that is passed.
+        heads: so many.
+        lengths: of the segments, none longer than the bound.
+    """
+
+    name: str
+    max_seqlen: int
+    heads: int
+    lengths: tuple[int, ...]
+
+
+# Bounds that lead to the window kernel and past it, in every dtype.
+WINDOW, STREAM = 32, 4096
+_SHORT = Route("window", WINDOW, 4, (32, 0, 1, 31, 16, 5))
+_LONG = (32, 0, 1, 150, 16, 5)
+# Two blocks of 128 tokens of so many heads fill the multiprocessors of a Hopper GPU, which is what
+# its warp-specialized kernel wants, and a bound of 768.
+_MANY = 66
+
+
+@dataclass(frozen=True)
 class Sizes:
     """How much is tried.
 
     Attributes:
-        hostile: hostile cu_seqlens, each in turn on another kernel and way of fusing.
+        hostile: hostile cu_seqlens, each in turn on another route and way of fusing.
         runs: repetitions of one call.
-        heads, head_dim: of everything but the largest.
+        routes: to every kernel; the first to the window kernel.
+        head_dim: of everything but the largest.
         far_tokens, far_heads: of the packed qkv that is checked at its far end.
         long_segment: tokens of a single segment.
         segments: of a call with very many.
@@ -26,7 +53,7 @@ class Sizes:
 
     hostile: int
     runs: int
-    heads: int
+    routes: tuple[Route, ...]
     head_dim: int
     far_tokens: int
     far_heads: int
@@ -38,13 +65,22 @@ class Sizes:
 
 
 ON_GPU = Sizes(
-    hostile=6000, runs=50, heads=4, head_dim=80, far_tokens=600_000, far_heads=16,
+    hostile=6000, runs=50, head_dim=80, far_tokens=600_000, far_heads=16,
     long_segment=131_072, segments=100_000, fuse=("qk", "q", "none"), lengths=(1, 29, 32, 150),
     starts=(0, 1, 7, 16, 33, 63, 64, 65, 97, 128, 200, 250),
+    routes=(
+        _SHORT,
+        replace(_SHORT, max_seqlen=16, lengths=(16, 0, 1, 15, 8, 5)),
+        Route("stream", STREAM, 4, _LONG),
+        Route("stream", 767, _MANY, _LONG),
+        Route("warp-specialized", 768, _MANY, (*_LONG, 4)),  # tokens by eights
+        Route("warp-specialized", STREAM, _MANY, _LONG),
+    ),
 )  # fmt: skip
 ON_CPU = Sizes(
-    hostile=40, runs=2, heads=1, head_dim=8, far_tokens=320, far_heads=1,
-    long_segment=140, segments=40, fuse=("qk",), lengths=(29,), starts=(0, 33, 70),
+    hostile=40, runs=2, head_dim=8, far_tokens=320, far_heads=1,
+    long_segment=140, segments=40, fuse=("qk", "none"), lengths=(29,), starts=(0, 33, 70),
+    routes=(Route("window", WINDOW, 1, (32, 0, 1, 7)), Route("stream", STREAM, 1, (40, 0, 1, 7))),
 )  # fmt: skip
 
 
@@ -53,7 +89,7 @@ def draw(
     sizes: Sizes,
     dtype: str = "bfloat16",
     *,
-    heads: int | None = None,
+    heads: int = 1,
     padding: int = 0,
     seed: int = 0,
     distinct: int | None = None,
@@ -62,9 +98,9 @@ def draw(
 
     Args:
         lengths: tokens of each segment.
-        sizes: for heads and head_dim.
+        sizes: for head_dim.
         dtype: a key of DTYPES.
-        heads: instead of the sizes' own.
+        heads: so many.
         padding: tokens of no segment, behind the others.
         seed: of everything random.
         distinct: rows that are drawn and then repeated; None: every row is its own.
@@ -73,7 +109,7 @@ def draw(
     cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
     tokens = int(cu_seqlens[-1]) + padding
     rows = min(tokens, distinct or tokens)
-    shape = (rows, 3, heads or sizes.heads, sizes.head_dim)
+    shape = (rows, 3, heads, sizes.head_dim)
     qkv = rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[dtype])
     angles = rng.uniform(-8, 8, (rows, sizes.head_dim // 2))
     row = np.arange(tokens) % max(rows, 1)

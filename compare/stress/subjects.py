@@ -8,6 +8,7 @@ import torch
 
 from compare.implementations.kernels import our_attention, require_jax_gpu
 from compare.stress.guards import guarded, guarded_results, intact, same_bits
+from compare.stress.launched import in_jax, noting_triton
 from compare.workloads.arrays import KernelArguments, from_jax, jax_arguments, torch_arguments
 from compare.workloads.kernels import KernelInputs
 
@@ -17,9 +18,18 @@ class MemoryFault(AssertionError):
 
 
 class Subject(ABC):
-    """A kernel under stress."""
+    """A kernel under stress.
+
+    Attributes:
+        name: as in result files.
+        launched: the kernels that its last call launched, see `launched`.
+        row_unit: how far places have to be apart for a segment to have the same bits in the
+            warp-specialized kernel, a multiple of so many rows; in others it always has.
+    """
 
     name: str
+    launched: frozenset[str] = frozenset()
+    row_unit: int = 1
 
     @abstractmethod
     def put(self, inputs: KernelInputs) -> KernelArguments:
@@ -27,7 +37,7 @@ class Subject(ABC):
 
     @abstractmethod
     def attend(self, arguments: KernelArguments, max_seqlen: int, **options: Any) -> torch.Tensor:
-        """One call: [tokens, heads, head_dim] as a tensor on torch_device().
+        """One call: [tokens, heads, head_dim] as a tensor on torch_device(); notes its kernels.
 
         Args:
             arguments: as `put` returns them.
@@ -45,10 +55,6 @@ class Subject(ABC):
         """
         return self.attend(arguments, max_seqlen, **options)
 
-    def run(self, inputs: KernelInputs, **options: Any) -> torch.Tensor:
-        """One call on fresh arrays."""
-        return self.attend(self.put(inputs), inputs.max_seqlen, **options)
-
 
 class Triton(Subject):
     """The Triton kernel; interpreted where there is no GPU."""
@@ -59,7 +65,10 @@ class Triton(Subject):
         return torch_arguments(inputs)
 
     def attend(self, arguments: KernelArguments, max_seqlen: int, **options: Any) -> torch.Tensor:
-        return our_attention("triton_kernels", max_seqlen, **options)(*arguments)
+        with noting_triton() as launched:
+            out = our_attention("triton_kernels", max_seqlen, **options)(*arguments)
+        self.launched = frozenset(launched)
+        return out
 
     def attend_guarded(
         self, arguments: KernelArguments, max_seqlen: int, **options: Any
@@ -84,12 +93,22 @@ class Pallas(Subject):
 
     name = "pallas"
 
+    @property
+    def row_unit(self) -> int:
+        """Its copies start at such rows."""
+        from pallas_kernels.launching.choose import ROW_UNIT
+
+        return ROW_UNIT
+
     def put(self, inputs: KernelInputs) -> KernelArguments:
         require_jax_gpu()
         return jax_arguments(inputs)
 
     def attend(self, arguments: KernelArguments, max_seqlen: int, **options: Any) -> torch.Tensor:
-        return from_jax(_jitted(max_seqlen, tuple(sorted(options.items())))(*arguments))
+        call = max_seqlen, tuple(sorted(options.items()))
+        out = from_jax(_jitted(*call)(*arguments))
+        self.launched = _kernels(*call, *((x.shape, x.dtype) for x in arguments))
+        return out
 
 
 @functools.lru_cache(maxsize=64)
@@ -97,6 +116,18 @@ def _jitted(max_seqlen: int, options: tuple[tuple[str, Any], ...]) -> Any:
     import jax
 
     return jax.jit(our_attention("pallas_kernels", max_seqlen, **dict(options)))
+
+
+@functools.lru_cache(maxsize=256)
+def _kernels(
+    max_seqlen: int, options: tuple[tuple[str, Any], ...], *forms: tuple[tuple[int, ...], Any]
+) -> frozenset[str]:
+    """Those in the program for arguments of some shapes and dtypes: all of it is run."""
+    import jax
+
+    shapes = [jax.ShapeDtypeStruct(*form) for form in forms]
+    program = _jitted(max_seqlen, options).trace(*shapes).jaxpr
+    return in_jax(program, interpreted=jax.default_backend() == "cpu")
 
 
 SUBJECTS = (Triton(), Pallas())

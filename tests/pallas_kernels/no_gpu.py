@@ -5,6 +5,7 @@ import inspect
 
 import jax
 
+from compare.stress.launched import equations
 from pallas_kernels.launching import choose, devices
 from pallas_kernels.launching import compile as compile_module
 
@@ -34,15 +35,4 @@ def cuda_device():
 
 def products(traced):
     """All matrix products of a jaxpr, those within kernels too."""
-    return [eqn for eqn in _equations(traced) if eqn.primitive.name == "dot_general"]
-
-
-def _equations(part):
-    """All equations of a jaxpr, or of what holds one, and of those within."""
-    if isinstance(part, list | tuple):
-        for each in part:
-            yield from _equations(each)
-    part = getattr(part, "jaxpr", part)
-    for eqn in getattr(part, "eqns", ()):
-        yield eqn
-        yield from _equations([*eqn.params.values()])
+    return [eqn for eqn in equations(traced) if eqn.primitive.name == "dot_general"]

@@ -102,7 +102,7 @@ def test_a_summary_of_the_results(directory, tmp_path):
     summary, _, rest = text.partition(report.markers("summary")[1])
     assert "(results/imaginary-gpu/hero.svg)" in summary
     assert summary.endswith("\n".join(lines) + "\n")
-    assert "12,000 cases of hostile input" in rest
+    assert "12,000 cases of hostile and extreme input" in rest
     assert "**pallas: 2" in rest
 
 

@@ -1,7 +1,10 @@
-"""The warp-specialized kernel by itself: in the interpreter, and lowered for CUDA."""
+"""The warp-specialized kernel: on its GPU the whole contract, of which the interpreter does a part;
+what its tiles make special; and lowered for CUDA.
+"""
 
+import dataclasses
 import functools
-import itertools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +12,16 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
-from pallas_kernels.launching import launch
-from pallas_kernels.launching.choose import head_split, rotated_row, rows_of, tiles_fit
+from compare.stress.launched import WARP_SPECIALIZED, in_jax
+from pallas_kernels import attention
+from pallas_kernels.launching import choose, launch, plan
+from pallas_kernels.launching.choose import ROW_UNIT, rotated_row, rows_of, tiles_fit
 from pallas_kernels.launching.compile import HAVE_MOSAIC
-from pallas_kernels.launching.plan import LOG2_E
-from tests.kernel_cases import RELATIVE_RMS
+from tests.hopper_contract import HopperContract
+from tests.kernel_cases import Case, assert_accurate, assert_same_bits, make_case
+from tests.kernel_contract import CUTS, STREAM, KernelContract
+from tests.kernel_stress_contract import StressContract, late_logits
+from tests.pallas_kernels.adapter import ON_CPU, JaxAdapter, jitted
 from tests.pallas_kernels.launching.test_lowering import cuda_device
 
 pytestmark = [
@@ -23,214 +31,186 @@ pytestmark = [
 ]
 
 
-def draw(tokens, heads, head_dim, dtype="bfloat16", gain=1.0, seed=0):
-    """Q, K and V [tokens, 3, heads, head_dim]."""
-    qkv = np.random.default_rng(seed).standard_normal((tokens, 3, heads, head_dim))
-    return np.array(jnp.asarray(gain * qkv, dtype))
-
-
-def rotated(qkv):
-    """Q and K as rotate_kernel lays them out [rows, 2, row], by an angle of 0.
-
-    It interleaves the halves too, which Q K^T is the same without. Rows of no token hold NaN.
-    """
-    tokens, _, heads, head_dim = qkv.shape
-    main, tail = head_split(head_dim)
-    x = np.zeros((tokens, 2, heads, main + tail), qkv.dtype)
-    x[..., :head_dim] = qkv[:, :2]
-    parts = x[..., :main].reshape(tokens, 2, -1), x[..., main:].reshape(tokens, 2, -1)
-    x = np.concatenate(parts, axis=-1)
-    x = np.pad(x, ((0, 0), (0, 0), (0, rotated_row(heads, head_dim) - x.shape[-1])))
-    rows = ((0, rows_of(tokens) - tokens), (0, 0), (0, 0))
-    return np.pad(x, rows, constant_values=np.nan)
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def run(q_k, v, cu_seqlens, scale, interpret):
-    q, k = q_k if isinstance(q_k, tuple) else (q_k, q_k)
-    parts = (0, 0, 0) if isinstance(q_k, tuple) else (0, 1, 2)
-    longest = min(v.shape[0], 128)  # a guess that is right in some tests
-    scale_log2 = scale * LOG2_E
-    return launch.run_hopper_stream(q, k, v, cu_seqlens, parts, scale_log2, longest, interpret)
-
-
-def attend(qkv, cu_seqlens, scale=None):
-    """The result in fp64."""
-    cu_seqlens = jnp.asarray(cu_seqlens, jnp.int32)
-    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    interpret = jax.default_backend() != "gpu"
-    out = run(jnp.asarray(rotated(qkv)), jnp.asarray(qkv), cu_seqlens, scale, interpret)
-    return np.asarray(out).astype(np.float64)
-
-
-def oracle(qkv, cu_seqlens, scale=None):
-    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    out = np.zeros((qkv.shape[0], *qkv.shape[2:]))
-    for start, end in itertools.pairwise(cu_seqlens):
-        if start < end:
-            q, k, v = qkv[start:end].astype(np.float64).transpose(1, 2, 0, 3)
-            logits = q @ k.swapaxes(1, 2) * scale
-            p = np.exp(logits - logits.max(-1, keepdims=True))
-            out[start:end] = (p / p.sum(-1, keepdims=True) @ v).swapaxes(0, 1)
-    return out
-
-
-def check(qkv, cu_seqlens, scale=None):
-    """Hold the result to the oracle, and tokens of no segment to exact zeros."""
-    out, expected = attend(qkv, cu_seqlens, scale), oracle(qkv, cu_seqlens, scale)
-    finite = np.isfinite(expected)
-    np.testing.assert_array_equal(np.isfinite(out), finite)
-    error, whole = np.linalg.norm((out - expected)[finite]), np.linalg.norm(expected[finite])
-    assert error <= RELATIVE_RMS[str(qkv.dtype)] * whole
-    token = np.arange(len(qkv))
-    assert (out[(token < cu_seqlens[0]) | (token >= cu_seqlens[-1])] == 0).all()
-    return out
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("heads", "head_dim"), [(2, 72), (1, 80), (2, 88), (1, 96), (1, 112), (1, 128)]
-)
-def test_one_segment_of_more_keys_than_tiles(heads, head_dim, dtype):
-    check(draw(264, heads, head_dim, dtype), [0, 264])
-
-
-@pytest.mark.parametrize(
-    "cu_seqlens",
-    [
-        [0, 128],
-        [0, 0, 64, 64, 64, 128, 256],
-        [3, 11, 11, 150, 201],  # at odd rows, with padding before and behind
-        [1, 2, 3, 4, 5, 6, 7, 8, 9, 137, 138, 266],
-        [200, 201],
-        [130, 130],
-        [0, 0, 0],
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("head_dim", [72, 80])
-def test_segments(head_dim, cu_seqlens):
-    tokens = max(128, -(-cu_seqlens[-1] // 8) * 8)
-    check(draw(tokens, 2, head_dim), cu_seqlens)
-
-
-@pytest.mark.parametrize("tokens", [129, 196, 263])
-@pytest.mark.parametrize(("heads", "head_dim"), [(2, 72), (1, 80), (1, 128)])
-def test_any_number_of_tokens(heads, head_dim, tokens):
-    """Their rows end within eights, with and without tokens of no segment there."""
-    qkv = draw(tokens, heads, head_dim)
-    qkv[70, 0] *= 4000  # a misfit
-    check(qkv, [0, 67, tokens])
-    check(qkv, [0, 67, tokens - 1])
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("gain", [4, 16, 60])
-def test_large_logits(gain, dtype):
-    """Most rows' reference does not fit them, or is too large to be one."""
-    check(draw(264, 1, 80, dtype, gain), [5, 133, 264])
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rows_that_their_reference_does_not_fit(dtype):
-    """Among the first keys all logits are small; some rows have one of 200 among the others."""
-    qkv = draw(200, 2, 72, dtype)
-    qkv[:64, 1] /= 64
-    qkv[40:60, 0] *= 16
-    check(qkv, [0, 200])
-
-
-@pytest.mark.parametrize(("dtype", "largest"), [("float16", 6e4), ("bfloat16", 1e30)])
-def test_large_values(dtype, largest):
-    """In bf16 sums overflow where later keys' logits pass those of a segment's first."""
-    qkv = draw(200, 2, 72).astype(np.float64) * np.array([4, 4, 1])[:, None, None]
-    qkv[:, 2] *= largest / np.abs(qkv[:, 2]).max()
-    check(np.array(jnp.asarray(qkv, dtype)), [0, 33, 200])
-
-
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("broken", [(0, 67), (67, 201), (201, 264)])
-def test_a_broken_segment_breaks_no_other(broken, value):
-    qkv = draw(264, 1, 80)
-    qkv[slice(*broken)] = value
-    out = check(qkv, [0, 67, 201, 264])
-    assert not np.isfinite(out[slice(*broken)]).any()
-
-
-def test_a_broken_head_breaks_no_other():
-    """Nor one whose columns the tile of another has."""
-    qkv = draw(136, 4, 72)
-    qkv[:, 2, 1::2] = np.nan
-    check(qkv, [0, 136])
-
-
-@pytest.mark.parametrize(
-    "cu_seqlens",
-    [
-        [-5, 4, -9, 300, 300],
-        [0, 40, 2**31 - 1, 50, 60],
-        [256, 200, 100, 50, 0],
-        [0, 200, 3, 29, 1],
-        [-(2**31), 2**31 - 1, -(2**31), 2**31 - 1, 0],
-        [2**31 - 1, -(2**31), 0, -(2**31), -(2**31)],
-        [257, 258, 259, 260],
-        [-4, -3, -2, -1],
-    ],
-    ids=str,
-)
-def test_any_cu_seqlens_is_safe(cu_seqlens):
-    qkv = draw(256, 1, 80)
-    out = attend(qkv, cu_seqlens)
-    assert (np.abs(out) <= np.abs(qkv[:, 2].astype(np.float64)).max() * (1 + 2**-7)).all()
+def takes(dtype, head_dim, max_seqlen, tokens, heads):
+    return dtype != jnp.float32 and tiles_fit(tokens, heads, head_dim)
 
 
 def matmul_in_fp64(a, b, dtype):
     return (a.astype(np.float64) @ b.astype(np.float64)).astype(dtype)
 
 
-def test_the_same_bits_of_arrays_apart_and_at_another_place(monkeypatch):
-    """At any that is as far from a multiple of eight rows."""
+def interpret(monkeypatch):
+    """Have what `takes` names interpreted, behind XLA's rotation."""
+    attend, rotate = plan.attend, plan.rotate_by_xla
+
+    def attend_forced(qkv, *rest, fuse, interpret, **options):
+        tokens, _, heads, head_dim = (v := qkv[-1]).shape
+        forced = fuse == "none" and takes(v.dtype, head_dim, None, tokens, heads)
+        return attend(qkv, *rest, fuse=fuse, interpret=interpret and not forced, **options)
+
+    def rotate_and_spoil(x, *arguments, **options):
+        """Rows of no token hold NaN: the rotation's kernel leaves them as they are."""
+        return rotate(x, *arguments, **options).at[x.shape[0] :].set(jnp.nan)
+
+    monkeypatch.setattr(attention, "attend", attend_forced)
+    monkeypatch.setattr(plan, "HAVE_TRITON", False)
+    monkeypatch.setattr(plan, "rotate_by_xla", rotate_and_spoil)
+    run = functools.partial(launch.run_hopper_stream, interpret=True)
+    monkeypatch.setattr(plan, "run_hopper_stream", run)
     # The interpreter multiplies by NumPy's BLAS. OpenBLAS's kernels for AMD's CPUs and Haswell sum
     # in an order that depends on where in its tile a row is, those for Intel's AVX-512 do not. Sums
-    # in fp64, rounded, are the same in any order here. In fp16 more of the other sums' bits show.
+    # in fp64, rounded, are the same in any order here.
     monkeypatch.setattr(np, "matmul", matmul_in_fp64)
-    draw_half = functools.partial(draw, heads=2, head_dim=72, dtype="float16")
-    qkv, cu_seqlens = draw_half(200), jnp.array([0, 131, 200], jnp.int32)
-    before = attend(qkv, cu_seqlens)
-    q, k = (jnp.asarray(rotated(qkv)[:, i : i + 1]) for i in range(2))
-    v = jnp.asarray(qkv[:, 2:])
-    apart = run((q, k), v, cu_seqlens, 72**-0.5, jax.default_backend() != "gpu")
-    np.testing.assert_array_equal(np.asarray(apart).astype(np.float64), before)
-    moved = np.concatenate([draw_half(72, seed=1), qkv, draw_half(16, seed=2)])
-    np.testing.assert_array_equal(attend(moved, [3, 72, 203, 272, 280])[72:272], before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forced():
+    """Every call that fits takes it, however small."""
+    if not ON_CPU and jax.local_devices()[0].compute_capability != "9.0":
+        pytest.skip("needs a GPU of compute capability 9.0, or none")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for module in (choose, plan):
+            monkeypatch.setattr(module, "is_warp_specialized", takes)
+        if ON_CPU:
+            interpret(monkeypatch)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+def widened(case):
+    """The case as the last rows, and the first columns, of one that the kernel's tiles fit."""
+    tokens, _, heads, head_dim = case.qkv.shape
+    rows = max(0, -(-(choose.BLOCK - tokens) // ROW_UNIT) * ROW_UNIT)
+    widths = range(max(72, head_dim), 129, 8)
+    width = next((x for x in widths if tiles_fit(tokens + rows, heads, x)), head_dim)
+    cu_seqlens = case.cu_seqlens.astype(np.int64)
+    moved = np.where(cu_seqlens >= 0, np.minimum(cu_seqlens + rows, 2**31 - 1), cu_seqlens)
+    angles = ((rows, 0), (0, 0))
+    return Case(
+        np.pad(case.qkv, ((rows, 0), (0, 0), (0, 0), (0, width - head_dim))),
+        np.pad(case.cos, angles), np.pad(case.sin, angles), moved.astype(np.int32),
+    )  # fmt: skip
+
+
+class Forced(JaxAdapter):
+    implementation = "kernel"
+    row_unit = ROW_UNIT  # its copies start at such rows
+
+    def attention(self, case, **options):
+        tokens, _, _, head_dim = case.qkv.shape
+        if tokens == 0:
+            return super().attention(case, **options)
+        out = super().attention(widened(case), **{"scale": head_dim**-0.5} | options)
+        return np.ascontiguousarray(out[-tokens:, :, :head_dim])
+
+
+@pytest.mark.gpu
+class TestKernel(Forced, KernelContract, StressContract, HopperContract):
+    pass
+
+
+attend = Forced().attention
+LONG = {"max_seqlen": STREAM}
+
+
+# Of the contract what shows most in little time.
+@pytest.mark.skipif(not ON_CPU, reason="TestKernel runs all of it")
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        ("every_head_dim", [{"head_dim": head_dim} for head_dim in (72, 96, 128)]),
+        ("every_dtype", [{"dtype": "float16", "head_dim": 80, "fuse": "none"}]),
+        ("every_fusion_packed_equals_separate", [{"fuse": "none"}]),
+        ("segments_of_every_kind", [{"cu_seqlens": values} for values in CUTS.values()]),
+        ("rows_of_a_longer_segment_are_right_or_nan", [
+            {"max_seqlen": 9, "dtype": "float16", "atol": 4e-3}
+        ]),
+        ("a_broken_segment_breaks_no_other", [{"value": x} for x in (np.nan, np.inf, -np.inf)]),
+        ("any_cu_seqlens_is_safe", [{"dtype": "bfloat16"}]),
+        ("extreme_numbers_are_as_accurate_as_unfused", [{"dtype": "bfloat16"}]),
+        ("q_and_k_near_the_largest_of_fp16", [{"dtype": "float16"}]),
+        ("later_logits_far_above_the_first", [
+            {"dtype": dtype, "above": above}
+            for dtype, above in (("float16", 14), ("bfloat16", 60), ("float16", 1e4))
+        ]),
+        ("largest_values_beside_equal_late_logits", [{"head_dim": 24}]),
+        ("large_values_beside_late_logits", [{"dtype": "bfloat16", "column": -1}]),
+        ("same_inputs_same_bits", [{"dtype": "bfloat16"}]),
+        ("a_segment_gives_the_same_bits_wherever_it_stands", [{}]),
+        ("a_long_segment_gives_the_same_bits_wherever_it_stands", [{"late": True}]),
+    ],
+)  # fmt: skip
+def test_the_contract_in_the_interpreter(name, cases):
+    test = getattr(TestKernel(), f"test_{name}")
+    takes = inspect.signature(test).parameters
+    for arguments in cases:
+        test(**{k: v for k, v in (LONG | arguments).items() if k in takes})
+
+
+def test_it_is_what_runs():
+    arguments = [jnp.asarray(x) for x in widened(make_case((300,), head_dim=80)).packed]
+    options = ("implementation", "kernel"), ("max_seqlen", STREAM)
+    program = jitted(True, options, False).trace(*arguments).jaxpr
+    assert WARP_SPECIALIZED in in_jax(program, interpreted=ON_CPU)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(263, 2, 72), (196, 1, 80)])
+def test_tokens_not_by_eights(tokens, heads, head_dim):
+    """Their rows end within eights, with and without tokens of no segment there."""
+    for trailing in (0, 1):
+        lengths = 67, tokens - 67 - trailing
+        case = make_case(lengths, heads=heads, head_dim=head_dim, trailing=trailing)
+        case.qkv[70, 0] *= 4000  # a misfit
+        assert_accurate(attend(case, fuse="none", **LONG), case)
+
+
+def test_a_broken_head_breaks_none_whose_columns_its_tile_has():
+    case = make_case((136,), heads=4, head_dim=72)
+    case.qkv[:, 2, 1::2] = np.nan
+    whole = dataclasses.replace(case, qkv=np.ascontiguousarray(case.qkv[:, :, ::2]))
+    out = attend(case, fuse="none", **LONG)
+    assert_accurate(np.ascontiguousarray(out[:, ::2]), whole)
+    assert np.isnan(out[:, 1::2]).all()
+
+
+@pytest.fixture
+def anew():
+    """What is compiled for a test is for it alone."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("head_dim", [80, 128])
-def test_four_warps_load_what_one_does(monkeypatch, head_dim):
+def test_four_warps_load_what_one_does(monkeypatch, anew, head_dim):
     """As they do for arrays that vary over a mesh."""
-    qkv, cu_seqlens = draw(264, 1, head_dim), [3, 67, 264]
-    qkv[100, 0] *= 4000  # a misfit
-    expected = attend(qkv, cu_seqlens)
+    monkeypatch.setattr(plan, "HAVE_TRITON", False)  # whose launch would say that they vary
+    case = make_case((64, 197), head_dim=head_dim, heads=1, leading=3)
+    case.qkv[100, 0] *= 4000
+    expected = attend(case, fuse="none", **LONG)
     monkeypatch.setattr(launch, "varying_axes", lambda *_: {"x"})
     jax.clear_caches()
-    np.testing.assert_array_equal(check(qkv, cu_seqlens), expected)
-    jax.clear_caches()
+    assert_same_bits(attend(case, fuse="none", **LONG), expected)
 
 
-def test_groups_of_warps_do_not_race(monkeypatch):
+@pytest.mark.skipif(not ON_CPU, reason="nothing is interpreted")
+def test_groups_of_warps_do_not_race(monkeypatch, anew):
     """Loads, products and stores, as the interpreter orders them by the barriers alone."""
-    if jax.default_backend() == "gpu":
-        pytest.skip("nothing is interpreted")
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     params = mosaic.InterpretGPUParams
     monkeypatch.setattr(mosaic, "InterpretGPUParams", functools.partial(params, detect_races=True))
-    jax.clear_caches()
-    qkv = draw(256, 1, 80)
-    qkv[100:, 0] *= 4000  # misfits in three groups of four
-    check(qkv, [3, 140, 140, 256])
+    case = make_case((180, 70), heads=1, leading=3, trailing=3)
+    case = late_logits(case, 200, slice(60, 183))  # misfits in three groups of four
+    assert_accurate(attend(case, fuse="none", **LONG), case)
     assert not interpret_pallas_call.get_races().races_found
-    jax.clear_caches()
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def run(q_k, v, cu_seqlens, parts):
+    q, k = q_k if isinstance(q_k, tuple) else (q_k, q_k)
+    return launch.run_hopper_stream(q, k, v, cu_seqlens, parts, 0.1, 128)
 
 
 def lower(tokens, heads, head_dim, dtype="bfloat16", packed=True):
@@ -239,7 +219,8 @@ def lower(tokens, heads, head_dim, dtype="bfloat16", packed=True):
     v = jax.ShapeDtypeStruct((tokens, 3 if packed else 1, heads, head_dim), dtype)
     cu_seqlens = jax.ShapeDtypeStruct((5,), jnp.int32)
     with cuda_device():
-        traced = run.trace(q_k if packed else (q_k, q_k), v, cu_seqlens, 0.1, False)
+        parts = (0, 1, 2) if packed else (0, 0, 0)
+        traced = run.trace(q_k if packed else (q_k, q_k), v, cu_seqlens, parts)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -1,5 +1,6 @@
 """When the warp-specialized kernel is taken; what it computes is in test_hopper_stream.py."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import pallas_kernels
+from compare.stress.inputs import ON_GPU, draw
+from compare.stress.launched import WARP_SPECIALIZED, in_jax
 from pallas_kernels.launching import choose
 from pallas_kernels.launching.compile import HAVE_MOSAIC
 from pallas_kernels.launching.table import Table
@@ -112,6 +115,25 @@ def test_under_shard_map_its_result_varies_as_the_reference_s_does(on, implement
     traced = jax.make_jaxpr(split)(qkv, angles, angles, jax.ShapeDtypeStruct((2,), jnp.int32))
     assert "hopper_stream_kernel" in str(traced)
     assert traced.out_avals[0].shape == (9216, 32, 80)
+
+
+@pytest.mark.skipif(not HAVE_MOSAIC, reason="the kernel is for JAX 0.11.2 and 0.12")
+@pytest.mark.parametrize("fuse", ON_GPU.fuse)
+@pytest.mark.parametrize("route", ON_GPU.routes)
+def test_stress_calls_reach_what_they_mean(on, route, fuse):
+    on("9.0")
+    call = functools.partial(
+        pallas_kernels.fused_rope_attention_qkvpacked,
+        max_seqlen=route.max_seqlen, fuse=fuse, implementation="kernel",
+    )  # fmt: skip
+    inputs = draw(route.lengths, ON_GPU, heads=route.heads)
+    arrays = inputs.qkv, inputs.cos, inputs.sin, inputs.cu_seqlens
+    reached = in_jax(jax.jit(call).trace(*map(jnp.asarray, arrays)).jaxpr, interpreted=False)
+    rotated = {"rotate"} if fuse != "qk" else set()
+    serves = WARP_SPECIALIZED if route.name == "warp-specialized" else route.name
+    # Which wants both rotated.
+    serves = "stream" if serves == WARP_SPECIALIZED and fuse != "none" else serves
+    assert reached == rotated | {serves}
 
 
 @pytest.mark.gpu

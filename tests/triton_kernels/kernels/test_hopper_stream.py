@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import triton_kernels
-from tests.kernel_cases import assert_accurate, make_case, relative_rms
+from tests.hopper_contract import HopperContract
+from tests.kernel_cases import make_case
 from tests.kernel_contract import KernelContract
 from tests.kernel_stress_contract import StressContract
 from tests.triton_kernels.adapter import TorchAdapter
@@ -155,25 +156,7 @@ class Forced(TorchAdapter):
 
 
 @pytest.mark.gpu
-class TestKernel(Forced, KernelContract, StressContract):
-    # Tiles that are masked in the first and whole afterwards; segments that meet within a group of
-    # warps, within a block, and across blocks; empty ones; many blocks of one.
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    @pytest.mark.parametrize("head_dim", [16, 24, 64, 72, 80, 88, 96, 112, 120, 128])
-    def test_segments_of_many_lengths(self, dtype, head_dim):
-        lengths = (700, 1, 0, 129, 513, 64, 128, 127, 300, 0, 0, 1024, 5)
-        case = make_case(lengths, head_dim=head_dim, dtype=dtype, leading=37, trailing=211)
-        assert_accurate(self.attention(case, max_seqlen=1024, fuse="none"), case)
-
-    def test_infinities_of_a_neighbour_stay_there(self):
-        """They come with a tile whose other rows they belong to, and meet zeros."""
-        case = make_case((100, 90, 200), head_dim=80)
-        expected = self.attention(case, max_seqlen=1024, fuse="none")
-        case.qkv[100:190, 2] = float("inf")
-        found = self.attention(case, max_seqlen=1024, fuse="none")
-        for part in (slice(100), slice(190, 390)):
-            assert relative_rms(found[part], expected[part]) < 4e-3
-
+class TestKernel(Forced, KernelContract, StressContract, HopperContract):
     def test_it_is_what_runs(self, monkeypatch):
         launched = []
         run = plan.make_call
