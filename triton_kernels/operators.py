@@ -1,7 +1,7 @@
 """Registration with torch.library: opaque to torch.compile, differentiable.
 
-First derivatives in q, k and v of short segments are a kernel's. What else there is, of longer ones,
-in cos and sin, and of derivatives, goes through the reference.
+First derivatives in q, k and v of short segments are a kernel's. Others go through the reference:
+those of longer segments, those in cos or sin with all that are asked for beside, and further ones.
 """
 
 from collections.abc import Callable

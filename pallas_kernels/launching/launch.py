@@ -22,24 +22,27 @@ def run(
     interpret: bool,
     operands: tuple[jax.Array, ...],
     disable_licm: bool = False,
-) -> jax.Array:
+    results: int = 1,
+) -> tuple[jax.Array, ...]:
     """Run a kernel on its operands, through Pallas' Triton backend.
 
     Args:
-        kernel: takes references to the operands and to the result.
+        kernel: takes references to the operands and to the results.
         programs: of a one-dimensional grid.
-        shape, dtype: of the result.
+        shape, dtype: of each result.
         launch: warps, stages, registers; block sizes are the kernel's to know.
         interpret: in Pallas' interpreter.
         operands: arrays.
         disable_licm: see `TritonParams`.
+        results: how many there are.
     """
-    # Under shard_map the result varies over the mesh axes that any operand varies over.
+    # Under shard_map the results vary over the mesh axes that any operand varies over.
     manual_axis_type = jax.sharding.ManualAxisType(varying=varying_axes(*operands))
     call = pl.pallas_call(
         kernel,
         grid=(programs,),
-        out_shape=jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type),
+        out_shape=(jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type),)
+        * results,
         compiler_params=compiler_params(launch, disable_licm),
         interpret=interpret,
         name=kernel.func.__name__,

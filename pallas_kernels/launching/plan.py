@@ -84,7 +84,8 @@ def rotate_by_kernel(
     kernel = functools.partial(rotate_kernel, first_part=first_part, main=main, tail=tail, **blocks)
     programs = pl.cdiv(tokens, launch.block) * parts * pl.cdiv(heads, launch.block_k)
     shape = (rows, parts, rotated_row(heads, head_dim))
-    return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))
+    [rotated] = run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))
+    return rotated
 
 
 def rotate_by_xla(
@@ -139,4 +140,5 @@ def _attention(
     )  # fmt: skip
     shape = (tokens, 1, heads, head_dim)
     disable_licm = not hoists(head_dim, v.dtype)
-    return run(kernel, programs, shape, v.dtype, launch, interpret, read, disable_licm)[:, 0]
+    [out] = run(kernel, programs, shape, v.dtype, launch, interpret, read, disable_licm)
+    return out[:, 0]

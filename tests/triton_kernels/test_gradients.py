@@ -10,7 +10,11 @@ from torch.utils._pytree import tree_leaves
 import triton_kernels
 from compare.stress.guards import guarded, guarded_results, intact
 from tests.kernel_cases import make_case
-from tests.kernel_gradient_contract import GradientContract, LongGradientContract
+from tests.kernel_gradient_contract import (
+    GradientContract,
+    KernelGradientContract,
+    LongGradientContract,
+)
 from tests.triton_kernels.adapter import (
     TorchAdapter,
     interpreted_nan,
@@ -49,7 +53,7 @@ class TorchGradients(TorchAdapter):
         return result.item()
 
 
-class TestKernel(TorchGradients, GradientContract):
+class TestKernel(TorchGradients, KernelGradientContract):
     implementation = "kernel"
 
 
@@ -70,7 +74,9 @@ def by_kernel(packed, *arguments, weights=None, **options):
 def test_gradients_do_not_depend_on_where_tensors_begin(moved):
     """At a multiple of 16 bytes or not: a kernel reads copies of those that do not."""
     case = make_case((9, 14), head_dim=24, rotary_dim=20)
-    tensors = dict(zip(("qkv", "cos", "sin", "cu_seqlens"), map(to_torch, case.packed), strict=True))
+    tensors = dict(
+        zip(("qkv", "cos", "sin", "cu_seqlens"), map(to_torch, case.packed), strict=True)
+    )
     tensors["weights"] = torch.ones_like(tensors["qkv"][:, 0])
     weights = tensors["weights"]
     expected = by_kernel(True, *list(tensors.values())[:-1], weights=weights)

@@ -64,7 +64,12 @@ def window_backward_kernel(
 ):  # fmt: skip
     """One program for each (segment, head); heads run fastest, so neighbours share cache lines."""
     # Written out, the factors tell the compiler that it may load 16 bytes at a time.
-    q_stride, k_stride, v_stride, out_stride = q_stride * 8, k_stride * 8, v_stride * 8, out_stride * 8
+    q_stride, k_stride, v_stride, out_stride = (
+        q_stride * 8,
+        k_stride * 8,
+        v_stride * 8,
+        out_stride * 8,
+    )
     angle_stride = angle_stride * ANGLE_UNIT
     segment = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS

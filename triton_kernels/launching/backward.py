@@ -90,7 +90,9 @@ def _window_backward(form: Form, source: LaunchSource, max_seqlen: int, scale: f
     q, k, v = [part_of(qkv[0])] * 3 if parts == 3 else qkv
     tokens, heads, head_dim = v.shape
     segments = cu_seqlens.shape[0] - 1
-    _, angle_unit, strides = in_units([n for x in (q, k, v, grad) for n in x.strides[:2]], cos, True)
+    _, angle_unit, strides = in_units(
+        [n for x in (q, k, v, grad) for n in x.strides[:2]], cos, True
+    )
     launch = find_launch("window_backward", v.dtype, head_dim, max_seqlen, tokens * heads, source)
     numbers = tokens, segments, scale * LOG2_E, *strides
     constants = (

@@ -31,8 +31,8 @@ class Launch(NamedTuple):
     block: int  # rows of a query tile; in the rotate kernel of its only tile
     block_k: int  # rows of a key tile; in the rotate kernel heads of a program
     num_warps: int  # of a program
-    # Of the loads that Triton pipelines; the window backward kernel's, which are in no loop, are all
-    # at once (1), or each tile's before its products (more), which keeps fewer at a time.
+    # Of the loads that Triton pipelines. The window backward kernel has no loop: it loads all at
+    # once (1), or each tile in front of its products (more), which keeps fewer at a time.
     num_stages: int
     # Upper bound on a thread's registers, of which fewer let more programs share a multiprocessor;
     # None: the compiler's choice. XLA, where it compiles Pallas' kernels, takes no bound.
