@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.kernels.dialect import HAVE_TRITON
 from pallas_kernels.kernels.window_backward import window_backward_kernel
 from pallas_kernels.launching.choose import find_launch, head_split, window_limit
-from pallas_kernels.launching.launch import run
+from pallas_kernels.launching.launch import run_all
 from pallas_kernels.launching.plan import LOG2_E, operands
 
 
@@ -42,5 +42,4 @@ def attention_gradients(
     )  # fmt: skip
     programs = (cu_seqlens.shape[0] - 1) * heads
     read = q, k, v, grad[:, None], cos, sin, cu_seqlens
-    results = len(qkv)
-    return run(kernel, programs, v.shape, v.dtype, launch, interpret, read, results=results)
+    return run_all(kernel, programs, len(qkv), v.shape, v.dtype, launch, interpret, read)

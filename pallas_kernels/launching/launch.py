@@ -22,27 +22,42 @@ def run(
     interpret: bool,
     operands: tuple[jax.Array, ...],
     disable_licm: bool = False,
-    results: int = 1,
+) -> jax.Array:
+    """`run_all` of a kernel that has one result."""
+    [result] = run_all(kernel, programs, 1, shape, dtype, launch, interpret, operands, disable_licm)
+    return result
+
+
+def run_all(
+    kernel: functools.partial,
+    programs: int,
+    results: int,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    launch: Launch,
+    interpret: bool,
+    operands: tuple[jax.Array, ...],
+    disable_licm: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Run a kernel on its operands, through Pallas' Triton backend.
 
     Args:
         kernel: takes references to the operands and to the results.
         programs: of a one-dimensional grid.
+        results: how many there are.
         shape, dtype: of each result.
         launch: warps, stages, registers; block sizes are the kernel's to know.
         interpret: in Pallas' interpreter.
         operands: arrays.
         disable_licm: see `TritonParams`.
-        results: how many there are.
     """
     # Under shard_map the results vary over the mesh axes that any operand varies over.
     manual_axis_type = jax.sharding.ManualAxisType(varying=varying_axes(*operands))
+    result = jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type)
     call = pl.pallas_call(
         kernel,
         grid=(programs,),
-        out_shape=(jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type),)
-        * results,
+        out_shape=(result,) * results,
         compiler_params=compiler_params(launch, disable_licm),
         interpret=interpret,
         name=kernel.func.__name__,

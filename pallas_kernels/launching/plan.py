@@ -84,8 +84,7 @@ def rotate_by_kernel(
     kernel = functools.partial(rotate_kernel, first_part=first_part, main=main, tail=tail, **blocks)
     programs = pl.cdiv(tokens, launch.block) * parts * pl.cdiv(heads, launch.block_k)
     shape = (rows, parts, rotated_row(heads, head_dim))
-    [rotated] = run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))
-    return rotated
+    return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))
 
 
 def rotate_by_xla(
@@ -140,5 +139,4 @@ def _attention(
     )  # fmt: skip
     shape = (tokens, 1, heads, head_dim)
     disable_licm = not hoists(head_dim, v.dtype)
-    [out] = run(kernel, programs, shape, v.dtype, launch, interpret, read, disable_licm)
-    return out[:, 0]
+    return run(kernel, programs, shape, v.dtype, launch, interpret, read, disable_licm)[:, 0]
