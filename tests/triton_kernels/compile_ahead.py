@@ -42,8 +42,8 @@ from tests.triton_kernels.machine_code import (
 )
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
 from triton_kernels import attention
-from triton_kernels.launching import choose as launch_module
 from triton_kernels.launching import backward as backward_module
+from triton_kernels.launching import choose as launch_module
 from triton_kernels.launching import fast_path
 from triton_kernels.launching.rotate_in_order import rotate_in_order
 from triton_kernels.launching.table import Gpu

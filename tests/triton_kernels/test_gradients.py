@@ -99,6 +99,15 @@ def test_gradients_of_strided_tensors():
         assert torch.equal(x, y)
 
 
+def test_gradients_of_a_segment_that_no_tile_holds_are_written(monkeypatch):
+    """As NaN, whatever the memory held."""
+    case = make_case((9, 70), head_dim=24, dtype="float32")
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    for gradient in by_kernel(False, *map(to_torch, case.separate)):
+        assert gradient[:9].isfinite().all()
+        assert gradient[9:].isnan().all()
+
+
 def test_gradients_of_windows_do_not_go_through_the_reference(monkeypatch):
     """Neither where the bound is read from cu_seqlens, nor where some need none."""
     q, k, v, *rest = map(to_torch, make_case((9, 14), head_dim=16).separate)
