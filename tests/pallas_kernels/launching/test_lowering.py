@@ -40,7 +40,10 @@ def lower(
     head_dim=80, rotary_dim=None, dtype=jnp.bfloat16, packed=True, heads=HEADS, tokens=TOKENS,
     through=lambda function: function, **options,
 ):  # fmt: skip
-    """The module that JAX would give to a GPU's compiler, as text; through: what is lowered of it."""
+    """The module that JAX would give to a GPU's compiler, as text.
+
+    through: makes what is lowered of the function.
+    """
     angles = jax.ShapeDtypeStruct((tokens, (rotary_dim or head_dim) // 2), jnp.float32)
     cu_seqlens = jax.ShapeDtypeStruct((SEGMENTS + 1,), jnp.int32)
     if packed:
