@@ -66,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     add("agreement", commands.run_agreement, "do kernels and towers agree?")
     kernels = add("kernels", commands.run_kernels, "time the kernels and their peers")
     add("fusion", commands.run_fusion, "time every way of fusing, over segment lengths")
+    invariance = add(
+        "invariance", commands.run_invariance, "time batch-invariant calls beside the usual ones"
+    )
     tune = add("tune", commands.run_tune, "find the fastest launches for this GPU")
     tune.add_argument("--write", action="store_true", help="put them into the kernel packages")
     for flag, choices in (
@@ -81,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.run_integration,
         "time Hugging Face's tower with and without accelerate",
     )
-    for part in (kernels, towers, integration):
+    for part in (kernels, invariance, towers, integration):
         part.add_argument(
             "--workload",
             action="append",

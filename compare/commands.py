@@ -64,6 +64,17 @@ def run_fusion(options: Namespace) -> int:
     return _keep(options, path, *measure_fusion())
 
 
+def run_invariance(options: Namespace) -> int:
+    """Time batch-invariant calls beside the usual ones."""
+    chosen = choose(KERNEL_WORKLOADS, options.workload)
+    path = _benchmark_path(options)
+    from compare.bench.kernels import bench_kernels
+    from compare.implementations.kernels import pallas, triton
+
+    ours = [twin(batch_invariant=which) for twin in (triton, pallas) for which in (False, True)]
+    return _keep(options, path, *bench_kernels(chosen, ours))
+
+
 def run_tune(options: Namespace) -> int:
     """Find the fastest launches, and put them into the packages where that is asked for."""
     path = _benchmark_path(options)

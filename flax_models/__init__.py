@@ -20,6 +20,8 @@ from flax_models.common.errors import CheckpointError, ImageError
 from flax_models.common.image_config import ImageConfig
 from flax_models.common.images import preprocess
 from flax_models.common.layout import Layout, plan_layout, rotary_angles
+from flax_models.common.video_config import VideoConfig
+from flax_models.common.videos import preprocess_videos
 
 __all__ = [
     "Bucket",
@@ -27,6 +29,7 @@ __all__ = [
     "ImageConfig",
     "ImageError",
     "Layout",
+    "VideoConfig",
     "VisionConfig",
     "VisionTower",
     "choose_bucket",
@@ -34,6 +37,7 @@ __all__ = [
     "load_vision_tower",
     "plan_layout",
     "preprocess",
+    "preprocess_videos",
     "read_checkpoint",
     "rotary_angles",
 ]

@@ -1,14 +1,16 @@
-"""`python -m flax_models`: embeddings of image files by a checkpoint's vision tower."""
+"""`python -m flax_models`: embeddings of image and video files by a checkpoint's vision tower."""
 
 import argparse
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,27 +20,31 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors.numpy import save
 
 import flax_models
-from flax_models import ImageConfig, ImageError, preprocess
+from flax_models import ImageConfig, ImageError, VideoConfig, preprocess, preprocess_videos
 from flax_models.common.images import check_file
 from flax_models.common.layout import OUTPUTS, output_rows
+from flax_models.common.video_config import is_rate
+from flax_models.common.videos import VIDEO_SUFFIXES, check_video_file
 
 _DESCRIPTION = """\
-Compute what a vision tower of Qwen's makes of image files: of Qwen2-VL, Qwen2.5-VL, Qwen3-VL,
-Qwen3.5, Qwen2.5-Omni or Qwen3-Omni.
+Compute what a vision tower of Qwen's makes of image and video files: of Qwen2-VL, Qwen2.5-VL,
+Qwen3-VL, Qwen3.5, Qwen2.5-Omni or Qwen3-Omni. Videos are files that end in
+{suffixes}; they need PyAV.
 
-FILE gets, for image number i of the command line, what --output asks for, fp32:
+FILE gets, for file number i of the command line, what --output asks for, fp32:
 
 "embeddings_<i>", as the language model would receive them, [tokens, out_hidden_size], row after row
 of the image's merged patches (28 x 28 pixels, from Qwen3 on 32 x 32), and with DeepStack (Qwen3-VL,
 Qwen3-Omni) also "deepstack_<i>", [features, tokens, out_hidden_size];
 "patches_<i>", the encoder's own features before they are merged, [patches, hidden_size], row after
 row of patches;
-"pooled_<i>", the mean of those, [1, hidden_size].
+"pooled_<i>", the mean of those, [1, hidden_size];
+and of a video "timestamps_<i>", fp64 [temporal patches], in seconds.
 
-And "grid_thw", int64 [images, 3], each image's temporal patches, rows and columns of patches; and
-the images' names: in .npz as the array "images", in .safetensors as the JSON list "images" of the
+And "grid_thw", int64 [files, 3], each file's temporal patches, rows and columns of patches; and the
+files' names: in .npz as the array "images", in .safetensors as the JSON list "images" of the
 metadata. FILE appears only when it is complete.
-"""
+""".format(suffixes=", ".join(VIDEO_SUFFIXES))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,16 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         _check_output(options.out)
-        image_config = _image_config(options)
-        _check_images(options.images, image_config)
+        preprocessing = _Preprocessing.of(options)
+        _check_files(options.images, preprocessing)
         tower = flax_models.load_vision_tower(
             options.checkpoint, options.dtype, device=options.device
         )
-        arrays = _encode_images(tower, image_config, options)
+        arrays = _encode_files(tower, preprocessing, options)
         _write(options.out, arrays, [str(path) for path in options.images])
         rows = sum(len(rows) for name, rows in arrays.items() if name.startswith(options.output))
-        images = f"{len(options.images)} image" + "s" * (len(options.images) > 1)
-        print(f"wrote {rows:,} {_nouns(options.output)} of {images} to {options.out}", flush=True)
+        files = _counted(options.images)
+        print(f"wrote {rows:,} {_nouns(options.output)} of {files} to {options.out}", flush=True)
     except (ValueError, OSError, ImportError, MemoryError) as error:
         return _refuse(parser.prog, str(error) or "out of memory")
     except RuntimeError as error:
@@ -86,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="an image file")
+    parser.add_argument(
+        "images", nargs="+", type=Path, metavar="SOURCE", help="an image or video file"
+    )
     parser.add_argument(
         "--checkpoint",
         required=True,
@@ -121,6 +129,13 @@ def _parser() -> argparse.ArgumentParser:
             help=f"{effect} images (default: what the checkpoint says, else its family)",
         )
     parser.add_argument(
+        "--fps",
+        type=_rate,
+        default=2.0,
+        metavar="N",
+        help="frames to take of each second of a video (default: %(default)g)",
+    )
+    parser.add_argument(
         "--batch-tokens",
         type=_positive,
         default=16384,
@@ -144,17 +159,73 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _check_images(images: Sequence[Path], image_config: ImageConfig) -> None:
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not is_rate(rate):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return rate
+
+
+def _is_video(path: Path) -> bool:
+    return path.suffix.lower() in VIDEO_SUFFIXES
+
+
+def _counted(paths: Sequence[Path]) -> str:
+    """How many images and videos there are, in words."""
+    videos = sum(map(_is_video, paths))
+    counts = {"image": len(paths) - videos, "video": videos}
+    return " and ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in counts.items() if n)
+
+
+@dataclass(frozen=True)
+class _Preprocessing:
+    """How files become patches; `videos` is None where there are none."""
+
+    images: ImageConfig
+    videos: VideoConfig | None
+    fps: float
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "_Preprocessing":
+        """The checkpoint's settings with the limits of the command line."""
+        limits = {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        images = dataclasses.replace(ImageConfig.from_pretrained(options.checkpoint), **given)
+        videos = None
+        if any(map(_is_video, options.images)):
+            videos = VideoConfig.from_pretrained(options.checkpoint)
+        return cls(images, videos, options.fps)
+
+    def check(self, path: Path) -> None:
+        """Look at a file's header."""
+        with _reading(path):
+            if _is_video(path):
+                check_video_file(path, self.videos)
+            else:
+                check_file(path, self.images)
+
+    def __call__(self, path: Path) -> tuple[np.ndarray, np.ndarray, list[np.ndarray | None]]:
+        """Pixel values, grid_thw and the timestamps, which an image has none of."""
+        with _reading(path):
+            if _is_video(path):
+                return preprocess_videos(path, self.videos, fps=self.fps)
+            return *preprocess(path, self.images), [None]
+
+
+def _check_files(paths: Sequence[Path], preprocessing: _Preprocessing) -> None:
     """Find now what would otherwise come to light after minutes of work."""
-    for path in images:
+    for path in paths:
+        noun = "a video" if _is_video(path) else "an image"
         if not path.exists():
-            raise ImageError(f"no such image file: {path}")
+            raise ImageError(f"no such {noun.split()[1]} file: {path}")
         if not path.is_file():
             kind = "directory" if path.is_dir() else "pipe or device"
-            raise ImageError(f"expected an image file, got a {kind}: {path}")
-    for path in images:
-        with _reading(path):
-            check_file(path, image_config)
+            raise ImageError(f"expected {noun} file, got a {kind}: {path}")
+    for path in paths:
+        preprocessing.check(path)
 
 
 @contextlib.contextmanager
@@ -181,27 +252,21 @@ def _check_output(out: Path) -> None:
         raise ValueError(f"cannot write --out {out}: {error.strerror}") from None
 
 
-def _image_config(options: argparse.Namespace) -> ImageConfig:
-    """The checkpoint's settings with the limits of the command line."""
-    limits = {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
-    given = {name: limit for name, limit in limits.items() if limit is not None}
-    return dataclasses.replace(ImageConfig.from_pretrained(options.checkpoint), **given)
-
-
-def _encode_images(
-    tower: "flax_models.VisionTower", image_config: ImageConfig, options: argparse.Namespace
+def _encode_files(
+    tower: "flax_models.VisionTower", preprocessing: _Preprocessing, options: argparse.Namespace
 ) -> dict[str, np.ndarray]:
-    """Encode every image: the file's arrays by their names."""
+    """Encode every image and video: the arrays to be written by their names."""
     output = options.output
-    bar = TextColumn("encoding images"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    bar = TextColumn("encoding files"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     console.quiet = not console.is_terminal  # before 14.3 rich ends a line of a disabled bar too
     outputs: list[np.ndarray] = []
     deepstack: list[np.ndarray] = []
     grids = []
+    timestamps: list[np.ndarray | None] = []
     with Progress(*bar, console=console, disable=console.quiet) as progress:
         task = progress.add_task("", total=len(options.images))
-        for pixel_values, grid_thw in _batches(image_config, options):
+        for pixel_values, grid_thw, seconds in _batches(preprocessing, options):
             result = tower(pixel_values, grid_thw, output=output)
             if bad := tower.non_finite_images(result, grid_thw, output=output):
                 raise _not_finite(options.images[len(outputs) + bad[0]], tower, output)
@@ -212,10 +277,12 @@ def _encode_images(
                 stacked = np.stack([np.asarray(feature, np.float32) for feature in features])
                 deepstack += np.split(stacked, ends[:-1], axis=1)
             grids.append(grid_thw)
+            timestamps += seconds
             progress.advance(task, len(grid_thw))
     return {
         **{f"{output}_{number}": rows for number, rows in enumerate(outputs)},
         **{f"deepstack_{number}": features for number, features in enumerate(deepstack)},
+        **{f"timestamps_{i}": times for i, times in enumerate(timestamps) if times is not None},
         "grid_thw": np.concatenate(grids),
     }
 
@@ -232,25 +299,27 @@ def _not_finite(path: Path, tower: "flax_models.VisionTower", output: str) -> Im
 
 
 def _batches(
-    image_config: ImageConfig, options: argparse.Namespace
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Preprocess the images and gather neighbours; yield pixel_values and grid_thw of each call."""
-    batch: list[tuple[np.ndarray, np.ndarray]] = []
+    preprocessing: _Preprocessing, options: argparse.Namespace
+) -> Iterator[tuple[np.ndarray, np.ndarray, list[np.ndarray | None]]]:
+    """Preprocess the files and gather neighbours; yield what each call takes, and timestamps."""
+    batch: list[tuple[np.ndarray, np.ndarray, list[np.ndarray | None]]] = []
     tokens = 0
     for path in options.images:
-        with _reading(path):
-            image = preprocess(path, image_config)
-        if batch and tokens + len(image[0]) > options.batch_tokens:
+        file = preprocessing(path)
+        if batch and tokens + len(file[0]) > options.batch_tokens:
             yield _concatenate(batch)
             batch, tokens = [], 0
-        batch.append(image)
-        tokens += len(image[0])
+        batch.append(file)
+        tokens += len(file[0])
     yield _concatenate(batch)
 
 
-def _concatenate(batch: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    pixel_values, grid_thw = zip(*batch, strict=True)
-    return np.concatenate(pixel_values), np.concatenate(grid_thw)
+def _concatenate(
+    batch: list[tuple[np.ndarray, np.ndarray, list[np.ndarray | None]]],
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray | None]]:
+    pixel_values, grid_thw, timestamps = zip(*batch, strict=True)
+    seconds = list(itertools.chain.from_iterable(timestamps))
+    return np.concatenate(pixel_values), np.concatenate(grid_thw), seconds
 
 
 def _write(out: Path, arrays: dict[str, np.ndarray], names: list[str]) -> None:

@@ -29,6 +29,7 @@ class Segments:
         max_seqlen: upper bound on a segment's length; static under jit.
         implementation: of our kernel, as in `pallas_kernels`; static under jit.
         provider: one of FRAME_ATTENTION; static under jit.
+        batch_invariant: of our kernel, as in `pallas_kernels`; static under jit.
     """
 
     cos: jax.Array
@@ -37,6 +38,7 @@ class Segments:
     max_seqlen: int = field(metadata={"static": True})
     implementation: str = field(metadata={"static": True})
     provider: str = field(default="fused", metadata={"static": True})
+    batch_invariant: bool = field(default=False, metadata={"static": True})
 
 
 def attend(qkv: jax.Array, segments: Segments) -> jax.Array:
@@ -59,6 +61,7 @@ def attend(qkv: jax.Array, segments: Segments) -> jax.Array:
         segments.cu_seqlens,
         max_seqlen=segments.max_seqlen,
         implementation=segments.implementation,
+        batch_invariant=segments.batch_invariant,
     )
 
 
@@ -75,7 +78,11 @@ def _attend_cudnn(qkv: jax.Array, segments: Segments) -> jax.Array:
 
 
 def layout_segments(
-    config: VisionConfig, layout: Layout, implementation: str, provider: str
+    config: VisionConfig,
+    layout: Layout,
+    implementation: str,
+    provider: str = "fused",
+    batch_invariant: bool = False,
 ) -> tuple[Segments, Segments]:
     """The windows of a layout, and its frames, over which `provider` attends.
 
@@ -83,9 +90,10 @@ def layout_segments(
         ValueError: a layout that the provider cannot take.
     """
     cos, sin = rotary_angles(config, layout.positions)
-    windows = Segments(cos, sin, layout.cu_window_seqlens, layout.max_window_seqlen, implementation)
+    options = {"implementation": implementation, "batch_invariant": batch_invariant}
+    windows = Segments(cos, sin, layout.cu_window_seqlens, layout.max_window_seqlen, **options)
     frames = Segments(
-        cos, sin, layout.cu_frame_seqlens, layout.max_frame_seqlen, implementation, provider
+        cos, sin, layout.cu_frame_seqlens, layout.max_frame_seqlen, provider=provider, **options
     )
     return windows, _of_equal_frames(frames) if provider == "cudnn" else frames
 

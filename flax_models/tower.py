@@ -46,7 +46,7 @@ class VisionTower(nnx.Module):
     Attributes:
         config: the tower's configuration.
         dtype: of parameters, activations and embeddings; in fp16 an MLP's `product_bias` is fp32.
-        implementation: of the attention, as in `pallas_kernels`.
+        implementation, batch_invariant: of the attention, as in `pallas_kernels`.
         frame_attention: what attends over whole frames, one of `attention.FRAME_ATTENTION`.
         token_buckets: padded token counts that calls choose from; None: the ladder of
             `choose_bucket`.
@@ -58,6 +58,7 @@ class VisionTower(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         *,
         implementation: str = "auto",
+        batch_invariant: bool = False,
         frame_attention: str = "fused",
         token_buckets: Sequence[int] | None = None,
     ) -> None:
@@ -73,7 +74,12 @@ class VisionTower(nnx.Module):
         check_head_dim(config)
         check_name("implementation", implementation, IMPLEMENTATIONS)
         check_name("frame_attention", frame_attention, FRAME_ATTENTION)
+        if batch_invariant and frame_attention != "fused":
+            raise ValueError(
+                f"batch_invariant=True needs frame_attention='fused', got {frame_attention!r}"
+            )
         self.implementation = implementation
+        self.batch_invariant = batch_invariant
         self.frame_attention = frame_attention
         self.token_buckets = check_token_buckets(config, token_buckets)
         self.patch_embed = PatchEmbed(config, self.dtype)
@@ -209,6 +215,7 @@ def load_vision_tower(
     *,
     device: jax.Device | str | None = None,
     implementation: str = "auto",
+    batch_invariant: bool = False,
     frame_attention: str = "fused",
     token_buckets: Sequence[int] | None = None,
     progress: bool | None = None,
@@ -221,7 +228,7 @@ def load_vision_tower(
         dtype: bfloat16, float16 or float32; the checkpoint's own dtype does not matter.
         device: where the tower lives: a JAX device, or a platform's name such as "cuda" for its
             first device. None: JAX's default device.
-        implementation: of the attention, as in `pallas_kernels`.
+        implementation, batch_invariant: of the attention, as in `pallas_kernels`.
         frame_attention: what attends over whole frames: "fused", our kernel, or "cudnn". That
             takes bfloat16 and float16 on a GPU, and calls with one image, or with frames of one
             length whose padding is a whole number of frames; each number of frames compiles.
@@ -242,6 +249,7 @@ def load_vision_tower(
             config,
             dtype,
             implementation=implementation,
+            batch_invariant=batch_invariant,
             frame_attention=frame_attention,
             token_buckets=token_buckets,
         )
@@ -339,7 +347,8 @@ def _block_outputs(
             f"pixel_values must have the layout's padded shape {list(expected)}, "
             f"got {list(pixel_values.shape)}"
         )
-    windows, frames = layout_segments(config, layout, tower.implementation, tower.frame_attention)
+    options = tower.implementation, tower.frame_attention, tower.batch_invariant
+    windows, frames = layout_segments(config, layout, *options)
     hidden = _embed(tower, pixel_values, layout)
     for index, block in enumerate(tower.blocks):
         segments = frames if config.sees_frames(index) else windows

@@ -32,6 +32,7 @@ def fused_rope_attention(
     scale: float | None = None,
     fuse: str = "auto",
     implementation: str = "auto",
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """Attention within segments, with the rotary embedding of Q and K inside the kernel.
 
@@ -57,6 +58,10 @@ def fused_rope_attention(
             that are split over all axes of an explicit mesh that is set), "reference" plain jnp;
             "auto" the kernel where the computation runs on a CUDA GPU of compute capability 8.0 or
             newer, else the reference. "triton" is another word for "kernel".
+        batch_invariant: have the kernels give a segment the same bits alone, in any batch and at
+            any place in it, on one GPU. Else which kernel serves it, and by which tiles, follows
+            from all that is in a call, as it always does for gradients. Long segments cost a second
+            launch and the warp-specialized kernel; `python -m compare invariance` measures it.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of q; exactly 0 for padding.
@@ -72,7 +77,8 @@ def fused_rope_attention(
     other. With q, k and v split by heads along explicit axes of a mesh, or under shard_map, there
     also with all arguments split by calls, each device runs its own.
     """
-    return _call((q, k, v, cos, sin, cu_seqlens), max_seqlen, scale, fuse, implementation)
+    options = max_seqlen, scale, fuse, implementation, batch_invariant
+    return _call((q, k, v, cos, sin, cu_seqlens), *options)
 
 
 def fused_rope_attention_qkvpacked(
@@ -85,13 +91,15 @@ def fused_rope_attention_qkvpacked(
     scale: float | None = None,
     fuse: str = "auto",
     implementation: str = "auto",
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """fused_rope_attention on qkv [tokens, 3, heads, head_dim], read in place.
 
     That is what a QKV projection writes; it is neither split nor copied. Everything else is as in
     fused_rope_attention.
     """
-    return _call((qkv, cos, sin, cu_seqlens), max_seqlen, scale, fuse, implementation)
+    options = max_seqlen, scale, fuse, implementation, batch_invariant
+    return _call((qkv, cos, sin, cu_seqlens), *options)
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,7 @@ class _Options:
     scale: float
     fuse: str
     implementation: str
+    batch_invariant: bool
 
 
 def _call(
@@ -110,10 +119,11 @@ def _call(
     scale: float | None,
     fuse: str,
     implementation: str,
+    batch_invariant: bool,
 ) -> jax.Array:
     """Check a call's arguments, settle all that is static about it, and run it."""
     # Before numbers of 64 bits, NumPy's default, become JAX's of 32.
-    check_arguments(arrays, max_seqlen, scale, fuse, implementation)
+    check_arguments(arrays, max_seqlen, scale, fuse, implementation, batch_invariant)
     if max_seqlen is None:
         if isinstance(cu_seqlens := arrays[-1], jax.core.Tracer):
             raise ValueError("max_seqlen must be given where cu_seqlens is traced (by jit or vmap)")
@@ -124,7 +134,7 @@ def _call(
     *qkv, cos, sin, cu_seqlens = map(jnp.asarray, arrays)
     check_shardings(*qkv, cos, sin, cu_seqlens)
     max_seqlen, (tokens, *_, heads, head_dim) = int(max_seqlen), qkv[0].shape
-    if fuse == "auto":
+    if fuse == "auto" and not batch_invariant:
         fuse = auto_fuse(qkv[0].dtype, head_dim, 2 * cos.shape[1], max_seqlen, tokens, heads)
     if implementation == "triton":
         implementation = "kernel"  # the same, so both share one compilation
@@ -132,13 +142,13 @@ def _call(
         raise NotImplementedError(f"implementation='kernel' needs its backend: {without_triton()}")
     if implementation == "auto" and have_tensor_cores():
         shape = qkv[0].dtype, head_dim, max_seqlen, tokens, heads
-        if not has_kernel(*shape, fuse):
+        if not has_kernel(*shape, fuse, batch_invariant):
             warn_without_triton()
             implementation = "reference"
     elif implementation == "auto":
         implementation = "reference"
     scale = head_dim**-0.5 if scale is None else float(scale)
-    options = _Options(max_seqlen, scale, fuse, implementation)
+    options = _Options(max_seqlen, scale, fuse, implementation, batch_invariant)
     result = _run(options, tuple(qkv), cos, sin, cu_seqlens)
     # Within a custom_vmap `jax.debug_nans` looks at nothing; of what is jitted it looks at results.
     return jnp.copy(result) if jax.config.jax_disable_jit else result
@@ -150,7 +160,8 @@ def _attention(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) 
     if qkv[0].size == 0 or rest[-1].shape[0] == 1:
         return jnp.zeros_like(qkv[-1][:, -1])  # varying over a mesh as v does
     bounds = {"max_seqlen": options.max_seqlen, "scale": options.scale}
-    kernel = functools.partial(attend, **bounds, fuse=options.fuse, interpret=False)
+    means = bounds | {"fuse": options.fuse, "batch_invariant": options.batch_invariant}
+    kernel = functools.partial(attend, **means, interpret=False)
     interpreted = functools.partial(kernel, interpret=True)
 
     def reference(qkv: tuple[jax.Array, ...], *rest: jax.Array) -> jax.Array:

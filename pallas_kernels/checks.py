@@ -64,6 +64,7 @@ def check_arguments(
     scale: float | None,
     fuse: str,
     implementation: str,
+    batch_invariant: bool,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
 
@@ -80,6 +81,8 @@ def check_arguments(
         raise ValueError(f"fuse must be one of {FUSE}, got {fuse!r}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if not isinstance(batch_invariant, bool):
+        raise ValueError(f"batch_invariant must be True or False, got {batch_invariant!r}")
     _check_arrays(*arrays)
 
 

@@ -5,6 +5,7 @@ what `TowerContract` asks for, and `stand_in(monkeypatch)`, `libraries` and `enc
 layout)`, which takes an unplaced layout.
 """
 
+import importlib
 import re
 
 import numpy as np
@@ -55,6 +56,23 @@ class FrameAttentionContract:
         for library in self.libraries:
             ours = self.rows(with_library(library, buckets), config, CLIPS)
             assert relative_error(ours, expected) < FP32_TOLERANCE, library
+
+    def test_batch_invariance_is_the_kernels(self, config, directory, fused, monkeypatch):
+        tower = self.load(directory, "float32", batch_invariant=True)
+        attention = importlib.import_module(
+            f"{type(tower).__module__.rpartition('.')[0]}.attention"
+        )
+        call, asked = attention.fused_rope_attention_qkvpacked, []
+        monkeypatch.setattr(
+            attention,
+            "fused_rope_attention_qkvpacked",
+            lambda *x, **y: asked.append(y["batch_invariant"]) or call(*x, **y),
+        )
+        ours = self.rows(tower, config, CLIPS)
+        assert set(asked) == {True}
+        assert relative_error(ours, self.rows(fused, config, CLIPS)) < FP32_TOLERANCE
+        with pytest.raises(ValueError, match=r"batch_invariant=True needs .*'fused', got 'cudnn'"):
+            self.load(directory, "bfloat16", batch_invariant=True, frame_attention="cudnn")
 
     def test_padding_stays_finite_and_never_leaks(self, config, with_library):
         for library in self.libraries:

@@ -228,6 +228,11 @@ WRONG_IN_BOTH = {
         ValueError,
         r"fuse must be one of .*'auto', 'qk', 'q', 'none'.* got 'k'",
     ),
+    "batch_invariant by a number": (
+        {"batch_invariant": 1},
+        ValueError,
+        "batch_invariant must be True or False, got 1",
+    ),
     "unknown implementation": (
         {"implementation": "cuda"},
         ValueError,
@@ -264,7 +269,13 @@ WRONG_CU_SEQLENS = [
     ),
 ]
 
-KEYWORDS = {"max_seqlen": None, "scale": None, "fuse": "auto", "implementation": "auto"}
+KEYWORDS = {
+    "max_seqlen": None,
+    "scale": None,
+    "fuse": "auto",
+    "implementation": "auto",
+    "batch_invariant": False,
+}
 
 
 def named(table):

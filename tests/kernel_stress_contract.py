@@ -14,6 +14,7 @@ from compare.common.environment import has_gpu
 from tests.hostile import examples
 from tests.kernel_cases import (
     DTYPES,
+    assert_accurate,
     assert_same_bits,
     exact,
     make_case,
@@ -21,6 +22,11 @@ from tests.kernel_cases import (
     unfused,
 )
 from tests.kernel_contract import LENGTHS, STREAM, WINDOW, both_kernels, cut
+
+# Segments on both sides of every length by which kernels and tiles are chosen.
+BY_LENGTH = (16, 33, 64, 65)
+BY_LENGTH += (1, 17, 128, 129, 512, 513, 767, 769, 3100) if has_gpu() else ()
+MANY = (9400, 40000) if has_gpu() else (200,)
 
 # Interpreters are slow, and leave nothing to chance.
 RUNS = 50 if has_gpu() else 3
@@ -211,3 +217,43 @@ class StressContract:
             whole[start:end] = part
         together = self.attention(among, max_seqlen=max_seqlen)[start:end]
         assert_same_bits(together, self.attention(alone, max_seqlen=max_seqlen))
+
+
+class BatchInvarianceContract:
+    """Inherited by the tests of each implementation that has kernels."""
+
+    @pytest.mark.parametrize(("dtype", "fuse"), [("bfloat16", "auto"), ("float32", "none")])
+    @given(
+        length=st.sampled_from(BY_LENGTH),
+        before=st.sampled_from(BY_LENGTH),
+        behind=st.sampled_from(BY_LENGTH),
+        start=st.integers(0, 9),
+        tokens=st.sampled_from(MANY),
+        seed=st.integers(0, 99),
+    )
+    @settings(max_examples=examples(60 if has_gpu() else 4))
+    def test_batch_invariance(self, length, before, behind, start, tokens, seed, dtype, fuse):
+        """A segment's bits, whatever kernel and tiles its neighbours and their number ask for."""
+        shape = {"head_dim": 80 if has_gpu() else 16, "dtype": dtype, "heads": 1}
+        alone = cut((0, 0, 0, length), tokens=max(BY_LENGTH), **shape)
+        bounds = start + np.cumsum([0, before, length, behind])
+        among = cut(bounds, tokens=tokens, seed=seed + 1, **shape)
+        among.qkv[:] *= 100
+        for whole, part in zip(among.packed[:3], alone.packed[:3], strict=True):
+            whole[bounds[1] : bounds[2]] = part[:length]
+        # Windows alone, or whatever there may be.
+        bound = 32 if length <= 32 else max(BY_LENGTH)
+        options = {"fuse": fuse, "batch_invariant": True}
+        result = self.attention(alone, max_seqlen=bound, **options)[:length]
+        together = self.attention(among, max_seqlen=tokens, **options)
+        assert_same_bits(result, together[bounds[1] : bounds[2]])
+
+    def test_batch_invariant_calls_keep_their_promises(self):
+        case = make_case((5, 70, 64, 0, 65), leading=3, trailing=4, head_dim=24, heads=1)
+        result = self.attention(case, max_seqlen=70, batch_invariant=True)
+        assert_accurate(result, case)
+        assert_same_bits(result[case.padding], np.zeros_like(result[case.padding]))
+        broken = self.attention(case, max_seqlen=32, batch_invariant=True).astype(np.float32)
+        for start, end in case.segments:
+            rows = broken[start:end]
+            assert np.isnan(rows).all() or relative_rms(rows, exact(case)[start:end]) < 0.01

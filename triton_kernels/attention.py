@@ -11,8 +11,8 @@ from triton_kernels.launching.fast_path import Place, goes_unseen, locate, plans
 from triton_kernels.launching.plan import launch_plan, make_plan
 from triton_kernels.reference import check_may_wait, rope_attention_reference
 
-# max_seqlen, scale, fuse and implementation, as they are passed.
-Options = tuple[int | None, float | None, str, str]
+# max_seqlen, scale, fuse, implementation and batch_invariant, as they are passed.
+Options = tuple[int | None, float | None, str, str, bool]
 INTERPRETED = triton.knobs.runtime.interpret
 
 
@@ -28,6 +28,7 @@ def fused_rope_attention(
     scale: float | None = None,
     fuse: str = "auto",
     implementation: str = "auto",
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Attention within segments, with the rotary embedding of Q and K inside the kernel.
 
@@ -53,6 +54,11 @@ def fused_rope_attention(
             TRITON_INTERPRET=1 was set before Triton was imported), "reference" plain PyTorch, whose
             fp32 products are as precise as PyTorch is told to make them; "auto" the kernel where
             the tensors are on a GPU that runs it, else the reference.
+        batch_invariant: have the kernels give a segment the same bits alone, in any batch and at
+            any place in it, on one GPU and for tensors aligned alike. Else which kernel serves it,
+            and by which tiles, follows from all that is in a call, as it always does for gradients.
+            Long segments cost a second launch and the warp-specialized kernel; `python -m compare
+            invariance` measures it.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of q, contiguous; exactly 0 for padding.
@@ -70,7 +76,7 @@ def fused_rope_attention(
     segment, see `window_limit`, a kernel computes the gradients in q, k and v; if those in cos or
     sin are asked for as well, in longer segments and for further derivatives, the reference does.
     """
-    options = max_seqlen, scale, fuse, implementation
+    options = max_seqlen, scale, fuse, implementation, batch_invariant
     return _call((q, k, v, cos, sin, cu_seqlens), options)
 
 
@@ -84,13 +90,14 @@ def fused_rope_attention_qkvpacked(
     scale: float | None = None,
     fuse: str = "auto",
     implementation: str = "auto",
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """fused_rope_attention on qkv [tokens, 3, heads, head_dim], read in place.
 
     That is what a QKV projection writes; it is neither split nor copied. Everything else is as in
     fused_rope_attention.
     """
-    options = max_seqlen, scale, fuse, implementation
+    options = max_seqlen, scale, fuse, implementation, batch_invariant
     return _call((qkv, cos, sin, cu_seqlens), options)
 
 
@@ -100,13 +107,14 @@ def _call(tensors: tuple[torch.Tensor, ...], options: Options) -> torch.Tensor:
         addresses, place = locate(tensors)
         return attend(tensors, options, addresses, place)
     check_arguments(tensors, *options)
-    max_seqlen, scale, fuse, implementation = options
+    max_seqlen, scale, fuse, implementation, batch_invariant = options
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
     name = "qkvpacked" if len(tensors) == 4 else "varlen"
     # What waits for the GPU is an operator of its own, of which no CUDA graph is captured.
     waits = "_waiting" if max_seqlen is None or implementation == "reference" else ""
     operator = getattr(torch.ops.fused_rope_attention, name + waits)
-    return operator.default(*tensors, _bound(max_seqlen), scale, fuse, implementation)
+    options = _bound(max_seqlen), scale, fuse, implementation, batch_invariant
+    return operator.default(*tensors, *options)
 
 
 def attend(
@@ -116,13 +124,13 @@ def attend(
 
     Args:
         tensors: (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
-        options: max_seqlen, scale, fuse and implementation, as they are passed.
+        options: max_seqlen, scale, fuse, implementation and batch_invariant, as they are passed.
         addresses, place: of the tensors, see `locate`.
     """
-    max_seqlen, scale, fuse, implementation = options
+    max_seqlen, scale, fuse, implementation, batch_invariant = options
     # Of others equal ones need not be as good: 64 is a bound, 64.0 is none.
     plain = type(max_seqlen) is int and (scale is None or type(scale) is float)
-    plain = plain and type(fuse) is type(implementation) is str
+    plain = plain and type(fuse) is type(implementation) is str and type(batch_invariant) is bool
     plan = plans.get((place, options)) if plain else None
     if plan is None:  # no call like this one has been checked
         check_arguments(tensors, *options)
@@ -138,14 +146,16 @@ def attend(
             max_seqlen = longest_segment(cu_seqlens)
         max_seqlen = _bound(int(max_seqlen))  # Triton launches no numbers of NumPy's
         source = launch_source(q.device.index)
-        if fuse == "auto":
+        if fuse == "auto" and not batch_invariant:
             tokens, heads, head_dim = q.shape
             fuse = auto_fuse(q.dtype, head_dim, 2 * cos.shape[1], max_seqlen, tokens, heads, source)
-        shared = place, (max_seqlen, scale, fuse, "kernel")  # with calls that say it otherwise
+        # With calls that say it otherwise.
+        shared = place, (max_seqlen, scale, fuse, "kernel", batch_invariant)
         plan = plans.get(shared)
         if plan is None:
             form, aligned, is_behind, *_ = place
-            plan = make_plan(form, aligned, is_behind, source, max_seqlen, scale, fuse)
+            means = max_seqlen, scale, fuse, batch_invariant
+            plan = make_plan(form, aligned, is_behind, source, *means)
             plans[shared] = plan
         if plain:
             plans[place, options] = plan

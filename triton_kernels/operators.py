@@ -17,7 +17,7 @@ from triton_kernels.reference import rope_attention_reference
 
 _ARGUMENTS = (
     "Tensor cos, Tensor sin, Tensor cu_seqlens, SymInt? max_seqlen, float scale, str fuse, "
-    "str implementation"
+    "str implementation, bool batch_invariant"
 )
 _library = torch.library.Library("fused_rope_attention", "DEF")
 # What waits for the GPU, which torch.compile is told: it captures no CUDA graph of it.
@@ -33,7 +33,7 @@ for _suffix, _tags in (("", ()), ("_waiting", _WAITS)):
 
 
 def _attend(*arguments: Any) -> torch.Tensor:
-    tensors, options = arguments[:-4], arguments[-4:]
+    tensors, options = arguments[:-5], arguments[-5:]
     return attend(tensors, options, *locate(tensors))
 
 
@@ -94,7 +94,7 @@ def _like_needed(
 
 
 def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    *tensors, cu_seqlens, max_seqlen, scale, _fuse, implementation = inputs
+    *tensors, cu_seqlens, max_seqlen, scale, _fuse, implementation, _batch_invariant = inputs
     ctx.save_for_backward(*tensors, cu_seqlens)
     ctx.max_seqlen, ctx.scale, ctx.implementation = max_seqlen, scale, implementation
 
@@ -121,7 +121,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         options = ctx.max_seqlen, ctx.scale, ctx.implementation
         found = operator(grad, tensors, cu_seqlens, *options, needed)
     grads = iter(found)
-    return (*(next(grads) if n else None for n in needed), None, None, None, None, None)
+    return (*(next(grads) if n else None for n in needed), None, None, None, None, None, None)
 
 
 def _register(name: str, function: Callable, fake: Callable) -> None:

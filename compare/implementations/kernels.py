@@ -33,14 +33,18 @@ class KernelImplementation:
     ours: bool = False
 
 
-def triton(fuse: str = "auto") -> KernelImplementation:
+def triton(fuse: str = "auto", batch_invariant: bool = False) -> KernelImplementation:
     """The Triton kernel; interpreted where there is no GPU."""
-    return KernelImplementation("triton", "torch", partial(_prepare_triton, fuse=fuse), ours=True)
+    prepare = partial(_prepare_triton, fuse=fuse, batch_invariant=batch_invariant)
+    name = "triton, batch-invariant" if batch_invariant else "triton"
+    return KernelImplementation(name, "torch", prepare, ours=True)
 
 
-def pallas(fuse: str = "auto") -> KernelImplementation:
+def pallas(fuse: str = "auto", batch_invariant: bool = False) -> KernelImplementation:
     """The Pallas kernel; interpreted where there is no GPU."""
-    return KernelImplementation("pallas", "jax", partial(_prepare_pallas, fuse=fuse), ours=True)
+    prepare = partial(_prepare_pallas, fuse=fuse, batch_invariant=batch_invariant)
+    name = "pallas, batch-invariant" if batch_invariant else "pallas"
+    return KernelImplementation(name, "jax", prepare, ours=True)
 
 
 def pallas_by_xla() -> KernelImplementation:
@@ -68,21 +72,21 @@ def our_attention(package: str, max_seqlen: int, **options: Any) -> KernelCall:
     Args:
         package: imported here.
         max_seqlen: bound on a segment's length.
-        options: `fuse` and `scale` of the public function.
+        options: further ones of the public function.
     """
     attend = import_module(package).fused_rope_attention_qkvpacked
     return partial(attend, max_seqlen=max_seqlen, implementation="kernel", **options)
 
 
-def _prepare_triton(workload: KernelWorkload, fuse: str) -> KernelCall:
-    return our_attention("triton_kernels", workload.longest, fuse=fuse)
+def _prepare_triton(workload: KernelWorkload, **options: Any) -> KernelCall:
+    return our_attention("triton_kernels", workload.longest, **options)
 
 
-def _prepare_pallas(workload: KernelWorkload, fuse: str = "auto") -> KernelCall:
+def _prepare_pallas(workload: KernelWorkload, **options: Any) -> KernelCall:
     import jax
 
     require_jax_gpu()
-    return jax.jit(our_attention("pallas_kernels", workload.longest, fuse=fuse))
+    return jax.jit(our_attention("pallas_kernels", workload.longest, **options))
 
 
 def _prepare_pallas_by_xla(workload: KernelWorkload) -> KernelCall:

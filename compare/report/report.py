@@ -22,7 +22,7 @@ from compare.report.summary import hero_bars, summary_sentences, summary_table
 from compare.workloads.towers import TOWERS
 
 REPORT = "report.md"  # its name in a directory of results, and in that of each device
-PARTS = ("agreement", "stress", "kernels", "fusion", "towers", "integration")
+PARTS = ("agreement", "stress", "kernels", "fusion", "invariance", "towers", "integration")
 _FORMER_NAMES = {"stress": "trust"}  # of a part and its file
 _HERO = "hero.svg"
 _NOTES = "notes/README.md"  # what somebody wrote about the results beside it
@@ -41,6 +41,9 @@ _METHODS = {
     "fusion": "Of about 9,216 tokens in all, by head_dim and tokens of a segment, the fastest way "
     'in bold. Clocks as in the kernels\' tables. In the chart a ring marks where "qk" begins to '
     'take longer than "none", the grey line the longest segment for which "auto" takes it.',
+    "invariance": "Clocks, floor and brackets as in the kernels' tables; the error is that of "
+    "either call. A batch-invariant call launches what its segments' own lengths ask for, so long "
+    "ones never the warp-specialized kernel.",
     "towers": "Random weights at the published sizes. Wall time of whole calls, inputs on the GPU, "
     "each waited for; of calls in a row only the last is. The first call of a size, which compiles "
     "and plans, stands by itself. Floor: all products at the matrix rate and the windows' bytes at "
@@ -68,6 +71,7 @@ _TITLES = {
     "stress": "Under stress",
     "kernels": "Kernels",
     "fusion": "How much of the rotation to fuse",
+    "invariance": "What batch invariance costs",
     "towers": "Towers",
     "windows": "Windowed attention, one layer, RoPE included",
     "frames": "Whole-frame attention, one layer, RoPE included",
@@ -302,9 +306,13 @@ def _fusion(measured: Results) -> _Section:
 
 def _timings(measured: Results, family: str, workloads: Sequence[str]) -> _Section:
     remarks = [_REMARKS[family]] if family in _REMARKS else []
+    title = "" if family == measured.part else _title(family)
+    text = "\n\n".join([*tables.timing_tables(measured, workloads), *remarks])
+    if measured.part == "invariance":  # the family's chart is that of the kernels
+        return _Section(text, title)
     return _Section(
-        "\n\n".join([*tables.timing_tables(measured, workloads), *remarks]),
-        "" if family == measured.part else _title(family),
+        text,
+        title,
         f"{family}.svg",
         lambda charts, path: charts.timing_chart(measured, workloads, _title(family), path),
     )

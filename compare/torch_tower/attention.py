@@ -39,6 +39,7 @@ class Segments:
         max_seqlen: upper bound on a segment's length.
         implementation: of our kernel, as in `triton_kernels`.
         provider: one of FRAME_ATTENTION.
+        batch_invariant: of our kernel, as in `triton_kernels`.
     """
 
     cos: torch.Tensor
@@ -47,6 +48,7 @@ class Segments:
     max_seqlen: int
     implementation: str
     provider: str = "fused"
+    batch_invariant: bool = False
 
 
 def attend(qkv: torch.Tensor, segments: Segments) -> torch.Tensor:
@@ -70,6 +72,7 @@ def attend(qkv: torch.Tensor, segments: Segments) -> torch.Tensor:
         cu_seqlens,
         max_seqlen=segments.max_seqlen,
         implementation=segments.implementation,
+        batch_invariant=segments.batch_invariant,
     )
 
 
@@ -121,7 +124,11 @@ def _attend_cudnn(
 
 
 def layout_segments(
-    config: VisionConfig, layout: Layout, implementation: str, provider: str
+    config: VisionConfig,
+    layout: Layout,
+    implementation: str,
+    provider: str = "fused",
+    batch_invariant: bool = False,
 ) -> tuple[Segments, Segments]:
     """The windows of a layout, and its frames, over which `provider` attends.
 
@@ -129,15 +136,10 @@ def layout_segments(
         ValueError: a layout that the provider cannot take.
     """
     cos, sin = rotary_angles(config, layout.positions)
-    windows = Segments(cos, sin, layout.cu_window_seqlens, layout.max_window_seqlen, implementation)
-    frames = Segments(
-        cos,
-        sin,
-        layout.cu_frame_seqlens,
-        _frame_bound(layout.max_frame_seqlen),
-        implementation,
-        provider,
-    )
+    options = {"implementation": implementation, "batch_invariant": batch_invariant}
+    windows = Segments(cos, sin, layout.cu_window_seqlens, layout.max_window_seqlen, **options)
+    bound = _frame_bound(layout.max_frame_seqlen)
+    frames = Segments(cos, sin, layout.cu_frame_seqlens, bound, provider=provider, **options)
     return windows, _of_equal_frames(frames) if provider == "cudnn" else frames
 
 

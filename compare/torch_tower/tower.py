@@ -52,7 +52,7 @@ class VisionTower(nn.Module):
 
     Attributes:
         config: the tower's configuration.
-        implementation: of the attention, as in `triton_kernels`.
+        implementation, batch_invariant: of the attention, as in `triton_kernels`.
         frame_attention: what attends over whole frames, one of `attention.FRAME_ATTENTION`;
             after a change, `graphs.clear()` has to follow.
         token_buckets: padded token counts that calls choose from; None: the ladder of
@@ -66,6 +66,7 @@ class VisionTower(nn.Module):
         config: VisionConfig,
         *,
         implementation: str = "auto",
+        batch_invariant: bool = False,
         frame_attention: str = "fused",
         token_buckets: Sequence[int] | None = None,
     ) -> None:
@@ -80,8 +81,13 @@ class VisionTower(nn.Module):
         check_head_dim(config)
         check_name("implementation", implementation, IMPLEMENTATIONS)
         check_name("frame_attention", frame_attention, FRAME_ATTENTION)
+        if batch_invariant and frame_attention != "fused":
+            raise ValueError(
+                f"batch_invariant=True needs frame_attention='fused', got {frame_attention!r}"
+            )
         self.config = config
         self.implementation = implementation
+        self.batch_invariant = batch_invariant
         self.frame_attention = frame_attention
         self.token_buckets = check_token_buckets(config, token_buckets)
         self.graphs: GraphCache | None = None
@@ -244,6 +250,7 @@ def load_vision_tower(
     device: torch.device | str | None = None,
     *,
     implementation: str = "auto",
+    batch_invariant: bool = False,
     frame_attention: str = "fused",
     token_buckets: Sequence[int] | None = None,
     compile: bool | None = None,
@@ -258,7 +265,7 @@ def load_vision_tower(
         dtype: bfloat16, float16 or float32; the checkpoint's own dtype does not matter. What
             loading computes is held as that needs; `to` another dtype later rounds it too.
         device: where the tower lives. None: the GPU if there is one, else the CPU.
-        implementation: of the attention, as in `triton_kernels`.
+        implementation, batch_invariant: of the attention, as in `triton_kernels`.
         frame_attention: what attends over whole frames: "fused", our kernel; "fa2", PyTorch's own
             flash attention; "fa3", if installed; "cudnn", which takes only calls with frames of one
             length, padded by whole frames. All but the first take bfloat16 and float16 on a GPU.
@@ -294,6 +301,7 @@ def load_vision_tower(
         tower = VisionTower(
             config,
             implementation=implementation,
+            batch_invariant=batch_invariant,
             frame_attention=frame_attention,
             token_buckets=token_buckets,
         )
@@ -380,7 +388,8 @@ def _block_outputs(
             f"pixel_values must have the layout's shape {list(expected)}, "
             f"got {list(pixel_values.shape)}"
         )
-    windows, frames = layout_segments(config, layout, tower.implementation, tower.frame_attention)
+    options = tower.implementation, tower.frame_attention, tower.batch_invariant
+    windows, frames = layout_segments(config, layout, *options)
     hidden = _embed(tower, pixel_values, layout)
     first_norm, *next_norms = (*(block.norm1 for block in tower.blocks), nn.Identity())
     normed = first_norm(hidden)

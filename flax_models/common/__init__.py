@@ -2,8 +2,9 @@
 
 - A tower's numbers: `config`, read by `config_json`; what sets the `families` apart.
 - Its weights: `checkpoint` reads them, `weights` gives them the form that both towers compute with.
-- Its input: `images` become patches by an `image_config`; `grid`, `buckets` and `layout` say how
-  the tokens of a call lie, how many are padded and who attends to whom.
+- Its input: `images` become patches by an `image_config`, `videos` by a `video_config`, and both
+  `resample`; `grid`, `buckets` and `layout` say how the tokens of a call lie, how many are padded
+  and who attends to whom.
 - `finite` tells of infinities and NaN; `memory` refuses what cannot fit; `errors` are those that
   bad files raise.
 """

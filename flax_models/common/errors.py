@@ -6,4 +6,4 @@ class CheckpointError(ValueError):
 
 
 class ImageError(ValueError):
-    """An image that cannot be used; the message names the image and what was expected."""
+    """An image or clip that cannot be used; the message names it and what was expected."""

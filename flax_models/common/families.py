@@ -31,6 +31,9 @@ class Family:
             the file must state it.
         defaults: values of the published towers that are not those of Qwen2.5-VL 7B.
         image_settings: values of `ImageConfig` as published that are not its defaults.
+        video_settings: values of `VideoConfig` as published that are not its defaults.
+        fixed_video_limits: transformers' processor of the whole model has clips' pixel limits of
+            its own, whatever the checkpoint's files say.
     """
 
     model_types: tuple[str, ...]
@@ -46,6 +49,8 @@ class Family:
     config_defaults: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     image_settings: Mapping[str, Any] = field(default_factory=dict)
+    video_settings: Mapping[str, Any] = field(default_factory=dict)
+    fixed_video_limits: bool = False
     deepstack: str | None = None
     attention_inputs: tuple[str, ...] = ("qkv",)
 
@@ -62,6 +67,7 @@ def _same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
+_HALVES = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 _SIZES = _same("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size")
 
 FAMILIES = {
@@ -130,8 +136,12 @@ FAMILIES = {
         image_settings={
             "min_pixels": 256 * 256,
             "max_pixels": 4096 * 4096,
-            "image_mean": (0.5, 0.5, 0.5),
-            "image_std": (0.5, 0.5, 0.5),
+            **_HALVES,
+        },
+        video_settings={
+            "processor": "Qwen3VLVideoProcessor",
+            "min_pixels": 4096,
+            "max_pixels": 25165824,
         },
     ),
 }
@@ -142,6 +152,7 @@ FAMILIES |= {
         FAMILIES["qwen2_5_vl"],
         model_types=("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen2_5_omni_vision_encoder"),
         attention_inputs=("q", "k", "v"),
+        fixed_video_limits=True,
     ),
     "qwen3_omni_moe": replace(
         _QWEN3_VL,
@@ -155,6 +166,12 @@ FAMILIES |= {
             "min_pixels": 56 * 56,
             "max_pixels": 16384 * 28 * 28,
         },
+        video_settings={
+            "min_pixels": 128 * 32 * 32,
+            "max_pixels": 768 * 32 * 32,
+            **_HALVES,
+        },
+        fixed_video_limits=True,
     ),
     # Older files of it state an empty deepstack_visual_indexes.
     "qwen3_5": replace(

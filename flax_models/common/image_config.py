@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +13,7 @@ from flax_models.common.errors import CheckpointError
 
 # Where transformers writes the settings: 5 with those of the whole processor, before in a file of
 # their own, which the published checkpoints have.
-_PROCESSOR_FILE, _IMAGE_PROCESSOR_FILE = "processor_config.json", "preprocessor_config.json"
+_PROCESSOR_FILE, IMAGE_PROCESSOR_FILE = "processor_config.json", "preprocessor_config.json"
 
 # What `preprocess` always does, in a checkpoint's words; 3 is Pillow's number for bicubic.
 _STEPS = {
@@ -98,10 +99,14 @@ class ImageConfig:
 
         For the Qwen2 and Qwen2.5 families the limits are the defaults of Hugging Face's processor.
         """
-        values: dict[str, Any] = dict(config.family.image_settings)
+        values = dict(cls._published(config))
         for ours, theirs in _SHARED_WITH_TOWER.items():
             values[ours] = getattr(config, theirs)
         return cls(**values)
+
+    @staticmethod
+    def _published(config: VisionConfig) -> Mapping[str, Any]:
+        return config.family.image_settings
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
@@ -117,7 +122,7 @@ class ImageConfig:
             ValueError: a config.json or values that nothing can be built from.
         """
         config = VisionConfig.from_pretrained(directory)
-        path, settings = _read_settings(Path(directory))
+        path, settings = read_settings(Path(directory), "image_processor", IMAGE_PROCESSOR_FILE)
         if settings is None:
             return cls.of(config)
         processor = settings.get("image_processor_type")
@@ -125,11 +130,23 @@ class ImageConfig:
             raise CheckpointError(
                 f"{path}: image_processor_type is {processor!r}; only Qwen2VLImageProcessor is done"
             )
+        return cls._from_settings(path, settings, {}, config)
+
+    @classmethod
+    def _from_settings(
+        cls,
+        path: Path,
+        settings: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        config: VisionConfig,
+    ) -> Self:
+        """Build what a checkpoint's file says, and else the defaults, for a tower."""
         for name, ours in _STEPS.items():
             if settings.get(name, ours) not in (ours, None):
                 raise CheckpointError(f"{path}: {name} is {settings[name]!r}; only {ours} is done")
         try:
-            read = cls(**_values(settings))
+            names = [field.name for field in fields(cls)]
+            read = cls(**{**defaults, **_values(settings, names)})
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         for ours, theirs in _SHARED_WITH_TOWER.items():
@@ -141,24 +158,28 @@ class ImageConfig:
         return read
 
 
-def _read_settings(directory: Path) -> tuple[Path, dict[str, Any] | None]:
-    """The image processor's settings and their file; None where the checkpoint has neither."""
+def read_settings(directory: Path, name: str, *files: str) -> tuple[Path, dict[str, Any] | None]:
+    """Settings of a processor and their file; None where the checkpoint has none.
+
+    Args:
+        directory: of the checkpoint.
+        name: of the processor, among the settings of the whole one.
+        files: which may hold its settings alone, the first that is there.
+    """
     path = directory / _PROCESSOR_FILE
-    settings = read_json_object(path).get("image_processor") if path.is_file() else None
+    settings = read_json_object(path).get(name) if path.is_file() else None
     if settings is not None:
         if not isinstance(settings, dict):
-            raise CheckpointError(f"'image_processor' in {path} is not a JSON object")
+            raise CheckpointError(f"'{name}' in {path} is not a JSON object")
         return path, settings
-    path = directory / _IMAGE_PROCESSOR_FILE
-    return path, read_json_object(path) if path.is_file() else None
+    path = next((directory / file for file in files if (directory / file).is_file()), path)
+    return path, read_json_object(path) if path.name in files else None
 
 
-def _values(settings: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `ImageConfig`: what is stated, limits by themselves or else in "size"."""
+def _values(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Arguments by these names: what is stated, limits by themselves or else in "size"."""
     stated = {name: value for name, value in settings.items() if value is not None}
-    values = {
-        field.name: stated[field.name] for field in fields(ImageConfig) if field.name in stated
-    }
+    values = {name: stated[name] for name in names if name in stated}
     edges = {name: edge for name, edge in _LIMITS.items() if name not in values}
     if "size" not in stated or not edges:
         return values

@@ -1,16 +1,17 @@
-"""Images and clips to patches, equal to Hugging Face's image processor of the Qwen-VL families."""
+"""Images to patches, equal to Hugging Face's image processor of the Qwen-VL families."""
 
 import functools
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 from PIL import ExifTags, Image
 
 from flax_models.common.errors import ImageError
 from flax_models.common.image_config import ImageConfig
+from flax_models.common.resample import resize_bicubic
 
 __all__ = ["ImageError", "preprocess", "smart_resize"]
 
@@ -37,21 +38,22 @@ _TURNS = {
 }
 
 ImageLike = Image.Image | np.ndarray | str | os.PathLike[str]
+Backend = Literal["torchvision", "pil"]
 
 
 def preprocess(
     images: ImageLike | Sequence[ImageLike | Sequence[ImageLike]],
     config: ImageConfig | None = None,
+    *,
+    backend: Backend = "torchvision",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Resize, normalise and cut images and clips into patches.
 
-    Equal in every bit to Hugging Face's Qwen2VLImageProcessor with its Pillow backend, but for
-    images in Pillow's mode RGBa, which no file opens in. Its torchvision backend, which also
-    prepares videos, differs in the last bit, and where a frame is resized by a few of 255 grey
-    levels, beside sharp edges by ten and more. Hugging Face's processors of videos have other
-    limits, and Qwen3-VL's divides them among the frames; here they are each frame's own. What is
-    transparent is laid over white; transformers 5.17 and older, and the function by which 5.23
-    loads files, show the colours beneath instead.
+    Equal in every bit to Hugging Face's Qwen2VLImageProcessor of the same backend, but for images
+    in Pillow's mode RGBa, which no file opens in. A clip's limits are each frame's own;
+    `preprocess_videos` has those of Hugging Face's processors of videos. What is transparent is
+    laid over white; transformers 5.17 and older, and the function by which 5.23 loads files, show
+    the colours beneath instead.
 
     Args:
         images: a list of images and clips, or a single one. An image is a PIL image of at most 8
@@ -65,6 +67,10 @@ def preprocess(
             them.
         config: limits, sizes and normalisation; `ImageConfig.from_pretrained` reads those of a
             checkpoint. None: the defaults, which suit Qwen2-VL and Qwen2.5-VL.
+        backend: whose arithmetic: "torchvision", Hugging Face's default where it is installed, as
+            on a CPU; or "pil", Pillow's, which is faster. They differ in the last bit, and in
+            resized images some pixels by a grey level; where Pillow 13 resizes columns before rows,
+            beside sharp edges by ten and more. Neither needs torchvision; Pillow decodes for both.
 
     Returns:
         pixel_values: fp32 [tokens, 3 x temporal_patch_size x patch_size^2], a patch a row, in the
@@ -77,23 +83,21 @@ def preprocess(
             more than 8 bits, of which Hugging Face makes white all from 255 up (of colours Pillow
             itself takes the upper 8); an array of another shape or dtype; frames of different
             sizes; sides whose ratio passes 200; an animation in the place of several of its frames.
+        ValueError: another backend.
     """
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be 'torchvision' or 'pil', got {backend!r}")
     config = config or ImageConfig()
     items = _as_items(images)
     if not items:
         raise ImageError("no images were given")
-    _check_animations(items)
-    patch, temporal_patch = config.patch_size, config.temporal_patch_size
-    patches = []
-    grids = []
+    check_animations(items)
+    clips = []
     for number, item in enumerate(items):
         name = f"image {number}"
-        frames = _resize(_load_frames(item, name), name, config)
-        frames += frames[-1:] * (-len(frames) % temporal_patch)
-        width, height = frames[0].size
-        patches.append(_cut_patches(frames, patch, temporal_patch, config.merge_size))
-        grids.append((len(frames) // temporal_patch, height // patch, width // patch))
-    return _normalise(config, patches), np.array(grids, dtype=np.int64)
+        frames = load_frames(item, name)
+        clips.append(resize(frames, name, functools.partial(_new_size, config), backend))
+    return as_patches(clips, config, backend)
 
 
 def check_file(path: str | os.PathLike[str], config: ImageConfig) -> None:
@@ -105,9 +109,9 @@ def check_file(path: str | os.PathLike[str], config: ImageConfig) -> None:
     try:
         with Image.open(path, formats=_readable_formats()) as opened:
             _check_header(opened)
-            _new_size(opened, config)
+            _new_size(config, opened.height, opened.width)
     except Exception as error:  # as decoders do, on damaged files
-        raise ImageError(_reason(error)) from None
+        raise ImageError(reason(error)) from None
 
 
 def smart_resize(
@@ -116,6 +120,9 @@ def smart_resize(
     factor: int = 28,
     min_pixels: int = 56 * 56,
     max_pixels: int = 28 * 28 * 1280,
+    *,
+    num_frames: int = 1,
+    temporal_factor: int = 1,
 ) -> tuple[int, int]:
     """Choose the size that an image is resized to, by the rule of Qwen2-VL.
 
@@ -129,6 +136,8 @@ def smart_resize(
         factor: pixels along a side of a merge unit.
         min_pixels: lower limit on the new area.
         max_pixels: upper limit on the new area.
+        num_frames: above 1 the limits are Qwen3-VL's, on the areas of a clip's frames together.
+        temporal_factor: frames count in multiples of it, to the nearest (halves to the even one).
 
     Returns:
         (height, width) in pixels.
@@ -146,12 +155,13 @@ def smart_resize(
         )
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
-    if new_height * new_width > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
+    counted = round(num_frames / temporal_factor) * temporal_factor
+    if counted * new_height * new_width > max_pixels:
+        shrink = math.sqrt(num_frames * height * width / max_pixels)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)
         new_width = max(factor, math.floor(width / shrink / factor) * factor)
-    elif new_height * new_width < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
+    elif counted * new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (num_frames * height * width))
         new_height = math.ceil(height * grow / factor) * factor
         new_width = math.ceil(width * grow / factor) * factor
     return new_height, new_width
@@ -166,7 +176,7 @@ def _as_items(images: Any) -> list[Any]:
     raise ImageError(f"expected an image, a clip or a list of them, got {_kind(images)}")
 
 
-def _check_animations(items: list[Any]) -> None:
+def check_animations(items: list[Any], kind: str = "image") -> None:
     """Refuse one object for several frames of an animation, as Pillow's iterator returns it.
 
     All would be of the frame that it is at. A still image may be repeated, and so may an animation
@@ -180,7 +190,7 @@ def _check_animations(items: list[Any]) -> None:
             before = seen_in.get(id(frame))
             if before is not None and (frame.tell() or (before == number and _is_animated(frame))):
                 raise ImageError(
-                    f"image {number} repeats an animation, of which each is frame {frame.tell()}: "
+                    f"{kind} {number} repeats an animation, of which each is frame {frame.tell()}: "
                     f"pass copies of its frames, as PIL.ImageSequence.all_frames makes them"
                 )
             seen_in[id(frame)] = number
@@ -193,28 +203,44 @@ def _is_animated(image: Image.Image) -> bool:
         return True
 
 
-def _resize(frames: Iterable[Image.Image], name: str, config: ImageConfig) -> list[Image.Image]:
-    """Frames of one size, each resized before the next is asked for: a clip's may fill memory."""
-    resized: list[Image.Image] = []
+def resize(
+    frames: Iterable[Image.Image],
+    name: str,
+    new_size: Callable[[int, int], tuple[int, int]],
+    backend: Backend,
+) -> list[np.ndarray]:
+    """Frames of one size, each resized before the next is asked for: a clip's may fill memory.
+
+    Args:
+        frames: RGB, at least one.
+        name: of their image or clip, for an error of `new_size`.
+        new_size: from their height and width to those they are resized to.
+        backend: as of `preprocess`.
+
+    Returns:
+        uint8 [3, height, width] each.
+    """
+    resized: list[np.ndarray] = []
     for frame in frames:
         if not resized:
             try:
-                size = _new_size(frame, config)
+                height, width = new_size(frame.height, frame.width)
             except ImageError as error:
                 raise ImageError(f"{name}: {error}") from None
-        resized.append(frame.resize(size, Image.Resampling.BICUBIC))
+        if backend == "pil":
+            frame = frame.resize((width, height), Image.Resampling.BICUBIC)
+        pixels = np.asarray(frame).transpose(2, 0, 1)
+        resized.append(resize_bicubic(pixels, height, width))
     return resized
 
 
-def _new_size(image: Image.Image, config: ImageConfig) -> tuple[int, int]:
-    """Width and height that an image is resized to."""
+def _new_size(config: ImageConfig, height: int, width: int) -> tuple[int, int]:
+    """Height and width that an image is resized to."""
     factor = config.patch_size * config.merge_size
-    limits = config.min_pixels, config.max_pixels
-    height, width = smart_resize(image.height, image.width, factor, *limits)
-    return width, height
+    return smart_resize(height, width, factor, config.min_pixels, config.max_pixels)
 
 
-def _load_frames(item: Any, name: str) -> Iterator[Image.Image]:
+def load_frames(item: Any, name: str) -> Iterator[Image.Image]:
     """RGB frames of one image or clip, all of one size, each loaded when it is asked for."""
     if isinstance(item, np.ndarray) and item.ndim == 4:
         item = list(item)
@@ -248,10 +274,10 @@ def _load_frame(frame: Any, name: str) -> Image.Image:
         with Image.open(frame, formats=_readable_formats()) as opened:
             return _to_rgb(opened, upright=True)
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files
-        raise ImageError(f"cannot read {name}: {_reason(error)}") from None
+        raise ImageError(f"cannot read {name}: {reason(error)}") from None
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
@@ -273,13 +299,17 @@ def _from_array(array: np.ndarray, name: str) -> Image.Image:
 
 def _check_header(image: Image.Image) -> None:
     """Refuse an image that should not be decoded."""
-    pixels = image.width * image.height
-    if pixels > _MAX_SOURCE_PIXELS:
-        raise ImageError(f"it has {pixels:,} pixels, more than {_MAX_SOURCE_PIXELS:,}")
+    check_pixels(image.height, image.width)
     if image.mode.startswith(_DEEP_MODES):  # Pillow would cut the values off at 255
         raise ImageError(
             f"it has mode {image.mode}, more than 8 bits a channel: scale it to 0..255 first"
         )
+
+
+def check_pixels(height: int, width: int) -> None:
+    """Refuse what would take too much memory."""
+    if height * width > _MAX_SOURCE_PIXELS:
+        raise ImageError(f"it has {height * width:,} pixels, more than {_MAX_SOURCE_PIXELS:,}")
 
 
 def _to_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
@@ -307,40 +337,61 @@ def _turn_upright(image: Image.Image) -> Image.Image:
     return image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
 
 
+def as_patches(
+    clips: Sequence[Sequence[np.ndarray]], config: ImageConfig, backend: Backend
+) -> tuple[np.ndarray, np.ndarray]:
+    """Normalise resized frames [3, height, width] of each clip and cut them into patches.
+
+    Returns:
+        pixel_values and grid_thw, as `preprocess` returns them.
+    """
+    patch, temporal_patch = config.patch_size, config.temporal_patch_size
+    patches, grids = [], []
+    for clip in clips:
+        frames = [*clip, *clip[-1:] * (-len(clip) % temporal_patch)]
+        height, width = frames[0].shape[1:]
+        patches.append(_cut_patches(frames, patch, temporal_patch, config.merge_size))
+        grids.append((len(frames) // temporal_patch, height // patch, width // patch))
+    return _normalise(config, backend, patches), np.array(grids, dtype=np.int64)
+
+
 def _cut_patches(
-    frames: list[Image.Image], patch: int, temporal_patch: int, merge: int
+    frames: list[np.ndarray], patch: int, temporal_patch: int, merge: int
 ) -> np.ndarray:
-    """Cut RGB frames of one size into patches, uint8 [tokens, 3, temporal_patch, patch, patch]."""
-    pixels = np.stack([np.asarray(frame) for frame in frames])
-    height, width = pixels.shape[1] // patch, pixels.shape[2] // patch  # in patches
+    """Cut frames [3, height, width] into uint8 [tokens, 3, temporal_patch, patch, patch]."""
+    pixels = np.stack(frames)
+    height, width = pixels.shape[2] // patch, pixels.shape[3] // patch  # in patches
     by_axis = pixels.reshape(
-        *(len(frames) // temporal_patch, temporal_patch),
+        *(len(frames) // temporal_patch, temporal_patch, 3),
         *(height // merge, merge, patch),
         *(width // merge, merge, patch),
-        3,
     )
     # To: time, merge unit's row and column, row and column within it; channel, frame, row, column.
-    by_patch = by_axis.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    by_patch = by_axis.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return by_patch.reshape(-1, 3, temporal_patch, patch, patch)
 
 
-def _normalise(config: ImageConfig, patches: list[np.ndarray]) -> np.ndarray:
+def _normalise(config: ImageConfig, backend: Backend, patches: list[np.ndarray]) -> np.ndarray:
     """Concatenate patches as fp32 [tokens, patch_dim], through a table of the 256 values there are.
 
-    The table takes Hugging Face's own steps: scaled in fp64 and rounded to fp32, then shifted and
-    divided in fp32.
+    The table takes Hugging Face's own steps. With Pillow values are scaled in fp64 and rounded to
+    fp32, then shifted and divided in fp32; with torchvision, mean and deviation are scaled instead.
     """
-    scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
     mean, std = np.float32(config.image_mean)[:, None], np.float32(config.image_std)[:, None]
-    table = (scaled - mean) / std  # [3, 256]
+    values = np.arange(256)
+    if backend == "pil":
+        values = values * (1 / 255)
+    else:
+        mean, std = mean * np.float32(255), std * np.float32(255)
+    table = (values.astype(np.float32) - mean) / std  # [3, 256]
     tokens = sum(map(len, patches))
-    values = np.empty((tokens, *patches[0].shape[1:]), dtype=np.float32)
+    normal = np.empty((tokens, *patches[0].shape[1:]), dtype=np.float32)
     start = 0
     for part in patches:
         for channel in range(3):
-            values[start : start + len(part), channel] = table[channel][part[:, channel]]
+            normal[start : start + len(part), channel] = table[channel][part[:, channel]]
         start += len(part)
-    return values.reshape(tokens, -1)
+    return normal.reshape(tokens, -1)
 
 
 def _kind(value: Any) -> str:

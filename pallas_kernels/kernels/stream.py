@@ -48,6 +48,8 @@ def stream_kernel(
     online: bool,
     # rows of a query tile and of a key tile
     block: int, block_k: int,
+    # tokens of the shortest segment that is served here; shorter ones are another launch's
+    shortest: int,
     # by Pallas' interpreter
     interpreted: bool,
 ) -> None:  # fmt: skip
@@ -102,7 +104,7 @@ def stream_kernel(
     last_segment = last_start_at(cu_seqlens_ref, block_end - 1, segments)
     attend = functools.partial(
         attend_segments, cu_seqlens_ref, out_head, v_shift, tokens, block_start, visit,
-        main=main, tail=tail,
+        main=main, tail=tail, shortest=shortest,
     )  # fmt: skip
     covered, misfits = attend(first_segment, last_segment, token < block_end, online=online)
     if not online:
@@ -126,7 +128,7 @@ def attend_segments(
     # from which segment to which, and which of the block's tokens are wanted
     first_segment: Scalar, last_segment: Scalar, wanted: jax.Array,
     *,
-    main: int, tail: int, online: bool,
+    main: int, tail: int, online: bool, shortest: int,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Write the result of the wanted tokens; returns which have a segment, and which misfit."""
     head_dim, dtype = out_head.ref.shape[-1], out_head.ref.dtype
@@ -137,12 +139,16 @@ def attend_segments(
         covered, misfits = masks
         start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
         keys = jnp.where(end > block_start, end - start, 0)  # 0: only padding follows it
+        if shortest > 0:
+            keys = jnp.where(end - start < shortest, 0, keys)
         row_sum, acc, acc_tail = visit(start, keys, online=online)
         rescale = (1.0 / jnp.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
         out = acc * rescale
         out_tail = acc_tail * rescale if tail > 0 else None
         mask = (token >= start) & (token < end) & wanted
         covered |= mask
+        if shortest > 0:
+            mask &= token >= end - keys  # none, where there are no keys
         if not online:
             fits = reference_fits(row_sum, out, out_tail, dtype)
             misfits |= mask & ~fits

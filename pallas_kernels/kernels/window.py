@@ -42,6 +42,8 @@ def window_kernel(
     rotate_q: bool, rotate_k: bool,
     # rows of a tile, at least the longest segment
     block: int,
+    # longer segments and padding are another launch's
+    shared: bool,
     # by Pallas' interpreter
     interpreted: bool,
 ) -> None:  # fmt: skip
@@ -112,6 +114,9 @@ def window_kernel(
         if tail > 0:
             out = (dot(p, v_tail) * rescale).astype(dtype)
             store_columns(out_head, rows, out, main, tail, head_dim)
+
+    if shared:
+        return
 
     # A segment that breaks the promise of max_seqlen must not pass for a result.
     @pl.when(length > block)

@@ -38,6 +38,9 @@ _SHORTEST_COPIED = 3072
 _FULL_WITH_TAIL, _FULL_OTHERWISE = 0.75, 0.7
 _MULTIPROCESSORS = 132
 
+# What batch-invariant calls look long segments, and rows, up by, whatever they have.
+INVARIANT_LENGTH, INVARIANT_ROWS = 4096, 4096 * 16
+
 TABLE_FILE = Path(__file__).with_name("launches.json")
 # JAX traces anew for others.
 _table = jax.make_user_context(Table.read(TABLE_FILE))
@@ -77,6 +80,11 @@ def window_limit(dtype: DTypeLike, head_dim: int) -> int:
     if dtype == jnp.float32:
         return 32
     return 64 if sum(head_split(head_dim)) > 192 else 128
+
+
+def invariant_limit(dtype: DTypeLike, head_dim: int) -> int:
+    """The longest segment that the window kernel serves in batch-invariant calls."""
+    return min(64, window_limit(dtype, head_dim))
 
 
 def find_launch(kernel: str, dtype: DTypeLike, head_dim: int, max_seqlen: int, rows: int) -> Launch:
@@ -136,11 +144,18 @@ def is_warp_specialized(
 
 
 def has_kernel(
-    dtype: DTypeLike, head_dim: int, max_seqlen: int, tokens: int, heads: int, fuse: str
+    dtype: DTypeLike,
+    head_dim: int,
+    max_seqlen: int,
+    tokens: int,
+    heads: int,
+    fuse: str,
+    batch_invariant: bool,
 ) -> bool:
     """Whether a kernel serves a call: any that Pallas' Triton dialect or Mosaic is there for."""
     shape = dtype, head_dim, max_seqlen, tokens, heads
-    return HAVE_TRITON or (fuse == "none" and is_warp_specialized(*shape))
+    may_be = fuse == "none" and not batch_invariant
+    return HAVE_TRITON or (may_be and is_warp_specialized(*shape))
 
 
 def auto_fuse(

@@ -22,10 +22,12 @@ def run(
     interpret: bool,
     operands: tuple[jax.Array, ...],
     disable_licm: bool = False,
+    result: jax.Array | None = None,
 ) -> jax.Array:
     """`run_all` of a kernel that has one result."""
-    [result] = run_all(kernel, programs, 1, shape, dtype, launch, interpret, operands, disable_licm)
-    return result
+    options = launch, interpret, operands, disable_licm, result
+    [written] = run_all(kernel, programs, 1, shape, dtype, *options)
+    return written
 
 
 def run_all(
@@ -38,6 +40,7 @@ def run_all(
     interpret: bool,
     operands: tuple[jax.Array, ...],
     disable_licm: bool = False,
+    result: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Run a kernel on its operands, through Pallas' Triton backend.
 
@@ -50,14 +53,24 @@ def run_all(
         interpret: in Pallas' interpreter.
         operands: arrays.
         disable_licm: see `TritonParams`.
+        result: what is written to, where the kernel does not write all of its only result.
     """
+    aliases, body = {}, kernel
+    if result is not None:
+        aliases, operands = {len(operands): 0}, (*operands, result)
+
+        def body(*refs: jax.Array) -> None:
+            *read, _, out = refs  # the last two are the same memory
+            kernel(*read, out)
+
     # Under shard_map the results vary over the mesh axes that any operand varies over.
     manual_axis_type = jax.sharding.ManualAxisType(varying=varying_axes(*operands))
-    result = jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type)
+    written = jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type)
     call = pl.pallas_call(
-        kernel,
+        body,
         grid=(programs,),
-        out_shape=(result,) * results,
+        out_shape=(written,) * results,
+        input_output_aliases=aliases,
         compiler_params=compiler_params(launch, disable_licm),
         interpret=interpret,
         name=kernel.func.__name__,

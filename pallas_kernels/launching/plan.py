@@ -1,6 +1,7 @@
 """All launches of a call: first rotations, if any, then attention."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,11 @@ from pallas_kernels.kernels.stream import hoists, stream_kernel
 from pallas_kernels.kernels.tiles import rotate_pairs
 from pallas_kernels.kernels.window import window_kernel
 from pallas_kernels.launching.choose import (
+    INVARIANT_LENGTH,
+    INVARIANT_ROWS,
     find_launch,
     head_split,
+    invariant_limit,
     is_warp_specialized,
     rotated_row,
     rows_of,
@@ -33,28 +37,72 @@ def operands(qkv: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], tuple[i
     return (qkv * 3, (0, 1, 2)) if len(qkv) == 1 else (qkv, (0, 0, 0))
 
 
+class Serving(NamedTuple):
+    """Which segments launches are for, and what they are looked up by."""
+
+    max_seqlen: int
+    rows: int | None = None  # tokens x heads; None: the call's
+    shortest: int = 0  # of the stream kernel: shorter segments are another launch's
+    shared: bool = False  # of the window kernel: longer segments, and padding, are another launch's
+
+
 def attend(
+    *arrays: tuple | jax.Array, max_seqlen: int, fuse: str, batch_invariant: bool, **options: Any
+) -> jax.Array:
+    """The operation on the GPU, or in Pallas' interpreter; returns [tokens, heads, head_dim].
+
+    Where it is batch-invariant a segment's own length alone says what serves it: short ones, and
+    the others, go to a kernel each, by launches that no size decides.
+
+    Args:
+        arrays: qkv as `operands` takes it, cos, sin and cu_seqlens.
+        max_seqlen, scale, batch_invariant: as in fused_rope_attention.
+        fuse: "qk", "q" or "none"; or "auto", if it is batch-invariant.
+        interpret: in Pallas' interpreter.
+    """
+    if not batch_invariant:
+        return _attend(*arrays, serving=Serving(max_seqlen), fuse=fuse, **options)
+    v = arrays[0][-1]
+    limit = invariant_limit(v.dtype, v.shape[-1])
+    short = Serving(limit, INVARIANT_ROWS, shared=max_seqlen > limit)
+    short = functools.partial(
+        _attend, *arrays, serving=short, fuse="qk" if fuse == "auto" else fuse, **options
+    )
+    if max_seqlen <= limit:
+        return short()
+    others = Serving(INVARIANT_LENGTH, INVARIANT_ROWS, shortest=limit + 1)
+    fuse = "none" if fuse == "auto" else fuse
+    # First, as the stream kernel puts what it rotates into all rows of the result.
+    return short(result=_attend(*arrays, serving=others, fuse=fuse, **options))
+
+
+def _attend(
     qkv: tuple[jax.Array, ...],
     cos: jax.Array,
     sin: jax.Array,
     cu_seqlens: jax.Array,
     *,
-    max_seqlen: int,
+    serving: Serving,
     scale: float,
     fuse: str,
     interpret: bool,
+    result: jax.Array | None = None,
 ) -> jax.Array:
-    """The operation on the GPU, or in Pallas' interpreter; returns [tokens, heads, head_dim].
+    """What one attention kernel does of it; fuse is not "auto".
 
-    qkv is as `operands` takes it, fuse "qk", "q" or "none", others as in fused_rope_attention.
+    result: what is written to, where the kernel does not write all of it.
     """
     (q, k, v), (q_part, k_part, v_part) = operands(qkv)
     tokens, _, heads, head_dim = v.shape
-    shape = v.dtype, head_dim, max_seqlen, tokens, heads
-    warp_specialized = fuse == "none" and not interpret and is_warp_specialized(*shape)
+    shape = v.dtype, head_dim, serving.max_seqlen, tokens, heads
+    # Of batch-invariant calls none is, as that is for calls that fill a GPU.
+    may_be = fuse == "none" and not interpret and serving.rows is None
+    warp_specialized = may_be and is_warp_specialized(*shape)
     rows = rows_of(tokens) if warp_specialized else tokens
     rotate = (
-        functools.partial(rotate_by_kernel, interpret=interpret) if HAVE_TRITON else rotate_by_xla
+        functools.partial(rotate_by_kernel, interpret=interpret, looked_up=serving.rows)
+        if HAVE_TRITON
+        else rotate_by_xla
     )
     rotated = functools.partial(rotate, cos=cos, sin=sin, rows=rows)
     if fuse == "none" and len(qkv) == 1:
@@ -67,18 +115,22 @@ def attend(
             k, k_part = rotated(k, k_part, 1), 0
     parts, scale_log2 = (q_part, k_part, v_part), scale * LOG2_E
     if warp_specialized:
-        return run_hopper_stream(q, k, v, cu_seqlens, parts, scale_log2, min(max_seqlen, tokens))
+        guess = min(serving.max_seqlen, tokens)
+        return run_hopper_stream(q, k, v, cu_seqlens, parts, scale_log2, guess)
     read = q, k, v, cos, sin, cu_seqlens
-    return _attention(read, parts, scale_log2, max_seqlen, fuse, interpret)
+    return _attention(read, parts, scale_log2, serving, fuse, interpret, result)
 
 
 def rotate_by_kernel(
     x: jax.Array, first_part: int, parts: int,
-    cos: jax.Array, sin: jax.Array, rows: int, interpret: bool,
+    cos: jax.Array, sin: jax.Array, rows: int, interpret: bool, looked_up: int | None = None,
 ) -> jax.Array:  # fmt: skip
-    """So many parts of x rotated, [rows, parts, row] as the attention kernels read them."""
+    """So many parts of x rotated, [rows, parts, row] as the attention kernels read them.
+
+    looked_up: tokens x heads that the launch is looked up by; None: those of x.
+    """
     tokens, _, heads, head_dim = x.shape
-    launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads)
+    launch = find_launch("rotate", x.dtype, head_dim, 1, looked_up or tokens * heads)
     main, tail = head_split(head_dim)
     blocks = {"block": launch.block, "group": launch.block_k}
     kernel = functools.partial(rotate_kernel, first_part=first_part, main=main, tail=tail, **blocks)
@@ -112,26 +164,28 @@ def _attention(
     read: tuple[jax.Array, ...],
     parts: tuple[int, int, int],
     scale_log2: float,
-    max_seqlen: int,
+    serving: Serving,
     fuse: str,
     interpret: bool,
+    result: jax.Array | None,
 ) -> jax.Array:
     """Attention that reads (q, k, v, cos, sin, cu_seqlens), of the first three one part each.
 
-    fuse: "qk", or what is rotated already, K ("q") or both.
+    fuse: "qk", or what is rotated already, K ("q") or both. result: as in `_attend`.
     """
     _, _, v, _, _, cu_seqlens = read
     tokens, _, heads, head_dim = v.shape
     segments = cu_seqlens.shape[0] - 1
-    shape = v.dtype, head_dim, max_seqlen, tokens * heads
+    max_seqlen, looked_up, shortest, shared = serving
+    shape = v.dtype, head_dim, max_seqlen, looked_up or tokens * heads
     if max_seqlen <= window_limit(v.dtype, head_dim):
         launch = find_launch("window", *shape)
-        kernel, programs, blocks = window_kernel, segments * heads, {}
+        kernel, programs, blocks = window_kernel, segments * heads, {"shared": shared}
     else:
         launch = find_launch("rotating_stream" if fuse == "qk" else "stream", *shape)
         kernel, programs = stream_kernel, pl.cdiv(tokens, launch.block) * heads
         online = is_online(v.dtype, head_dim, max_seqlen)
-        blocks = {"online": online, "block_k": launch.block_k}
+        blocks = {"online": online, "block_k": launch.block_k, "shortest": shortest}
     main, tail = head_split(head_dim)
     kernel = functools.partial(
         kernel, parts=parts, scale_log2=scale_log2, main=main, tail=tail, block=launch.block,
@@ -139,4 +193,6 @@ def _attention(
     )  # fmt: skip
     shape = (tokens, 1, heads, head_dim)
     disable_licm = not hoists(head_dim, v.dtype)
-    return run(kernel, programs, shape, v.dtype, launch, interpret, read, disable_licm)[:, 0]
+    result = None if result is None else result[:, None]
+    how = launch, interpret, read, disable_licm, result
+    return run(kernel, programs, shape, v.dtype, *how)[:, 0]

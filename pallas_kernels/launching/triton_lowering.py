@@ -114,7 +114,10 @@ def _lower(
     scratch = kernel.pointers - inputs - outputs
     context = context.replace(avals_in=[*context.avals_in, *context.avals_in[:1] * scratch])
     attributes = _launch_attributes(kernel, range(inputs, inputs + outputs))
-    rule = jax.ffi.ffi_lowering("__gpu$xla.gpu.ptx", backend_config=attributes)
+    aliases = dict(call["input_output_aliases"])
+    rule = jax.ffi.ffi_lowering(
+        "__gpu$xla.gpu.ptx", backend_config=attributes, operand_output_aliases=aliases
+    )
     return rule(context, *operands, *operands[:1] * scratch)
 
 

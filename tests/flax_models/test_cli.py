@@ -18,9 +18,16 @@ pytest.importorskip("jax")
 pytest.importorskip("flax")
 
 import flax_models
-from flax_models import ImageConfig, load_vision_tower, preprocess
+from flax_models import (
+    ImageConfig,
+    VideoConfig,
+    load_vision_tower,
+    preprocess,
+    preprocess_videos,
+)
 from flax_models.__main__ import _WRITERS, main
 from tests.tower_checkpoints import SMALL_TOWERS, write_checkpoint
+from tests.video_files import write_video
 
 CONFIG = SMALL_TOWERS["head_dim_16"]
 
@@ -101,6 +108,44 @@ def test_embeddings_are_the_towers(run, checkpoint, images, tmp_path, out):
     ours = np.concatenate([arrays[f"embeddings_{number}"] for number in range(3)])
     np.testing.assert_array_equal(ours, expected)
     assert os.listdir(tmp_path) == [out]
+
+
+@pytest.mark.parametrize("out", ["out.npz", "out.safetensors"])
+def test_videos_beside_images(run, images, tmp_path, out):
+    """By the checkpoint's own limits, at a rate that is chosen, with timestamps."""
+    checkpoint = write_checkpoint(tmp_path / "qwen3", SMALL_TOWERS["qwen3_5"])
+    settings = {"size": {"shortest_edge": 64 * 64, "longest_edge": 96 * 160}}
+    (checkpoint / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    video = tmp_path / "clip.MKV"
+    write_video(video, np.random.default_rng(0).integers(0, 256, (20, 48, 64, 3), np.uint8))
+    options = "--dtype", "float32", "--fps", "5"
+    status, stdout, stderr = run(
+        *options, images=[images[0], video], checkpoint=checkpoint, out=out
+    )
+    assert (status, stderr) == (0, "")
+    assert "embeddings of 1 image and 1 video to" in stdout
+    arrays, names = read(tmp_path / out)
+    assert names == [str(images[0]), str(video)]
+    config = VideoConfig.from_pretrained(checkpoint)
+    assert config.max_pixels == 96 * 160
+    pixel_values, grid_thw, (seconds,) = preprocess_videos(video, config, fps=5)
+    assert grid_thw[0, 0] == 5
+    np.testing.assert_array_equal(arrays["grid_thw"][1:], grid_thw)
+    np.testing.assert_array_equal(arrays["timestamps_1"], seconds)
+    expected = load_vision_tower(checkpoint, "float32")(pixel_values, grid_thw)
+    np.testing.assert_allclose(arrays["embeddings_1"], np.asarray(expected), atol=1e-5)
+    assert set(arrays) == {"embeddings_0", "embeddings_1", "timestamps_1", "grid_thw"}
+
+
+def test_refuses_videos(run, images, tmp_path, monkeypatch):
+    """Before the checkpoint's weights are read."""
+    pytest.importorskip("av")
+    video = tmp_path / "clip.mp4"
+    assert refused(run(images=[video]), tmp_path, "no such video file")
+    video.write_bytes(b"no video")
+    assert refused(run(images=[images[0], video]), tmp_path, "it is no AVI, Matroska")
+    monkeypatch.setitem(sys.modules, "av", None)
+    assert refused(run(images=[video]), tmp_path, "video files need PyAV")
 
 
 @pytest.mark.parametrize("output", ["patches", "pooled"])
@@ -440,6 +485,8 @@ def test_output_that_is_a_directory(run, tmp_path):
     [
         ((), "out.csv", "must end in .safetensors or .npz"),
         (("--batch-tokens", "0"), "out.npz", "expected a positive integer, got '0'"),
+        (("--fps", "0"), "out.npz", "expected a number above 0, got '0'"),
+        (("--fps", "fast"), "out.npz", "expected a number above 0, got 'fast'"),
         (("--dtype", "int8"), "out.npz", "invalid choice: 'int8'"),
     ],
 )

@@ -1,5 +1,6 @@
 """Examples of the Flax tower in the README and its own, run as they stand."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ pytest.importorskip("flax")
 import jax
 
 from tests.tower_checkpoints import SMALL_TOWERS, write_checkpoint
+from tests.video_files import write_video
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,13 +27,17 @@ def test_the_examples_run_and_agree(tmp_path, monkeypatch, family):
         for example in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
         if "from flax_models" in example or "output=" in example
     ]
-    # A call, the same once more, other outputs, a jit of one's own, an exported program.
-    assert len(examples) == 5
+    # A call, the same once more, a video, other outputs, a jit of one's own, an exported program.
+    assert len(examples) == 6
     monkeypatch.chdir(tmp_path)
     write_checkpoint(Path("path/to/Qwen2.5-VL-7B-Instruct"), SMALL_TOWERS[family])
     frames = np.random.default_rng(0).integers(0, 256, (4, 60, 90, 3), np.uint8)
     Image.fromarray(frames[0]).save("photo.jpg")
     names = {f"frame{i}": frame for i, frame in enumerate(frames)}
+    if importlib.util.find_spec("av"):
+        write_video("clip.mp4", frames)
+    else:
+        examples = [example for example in examples if "clip.mp4" not in example]
     found = []
     for example in examples:
         exec(example, names)

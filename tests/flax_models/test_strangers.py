@@ -21,13 +21,16 @@ from flax_models import (
     CheckpointError,
     ImageConfig,
     ImageError,
+    VideoConfig,
     VisionConfig,
     preprocess,
+    preprocess_videos,
     read_checkpoint,
 )
 from flax_models.common.checkpoint import expected_tensors
 from tests.hostile import examples
 from tests.tower_checkpoints import write_checkpoint
+from tests.video_files import write_video
 
 CONFIG = VisionConfig(
     depth=1, hidden_size=16, num_heads=2, intermediate_size=8, out_hidden_size=8,
@@ -283,6 +286,36 @@ def test_damaged_images(tmp_path_factory, files, name, seed, flips, kept):
     path.write_bytes(damaged[: int(kept * len(damaged))] if seed % 3 == 0 else damaged)
     with little_memory(1 << 31):
         load(path)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    """The same clip in several formats."""
+    frames = np.random.default_rng(0).integers(0, 256, (4, 48, 64, 3), np.uint8)
+    encoded = {}
+    for name in ("avi", "mkv", "mp4", "ts"):
+        path = tmp_path_factory.mktemp("clips") / f"clip.{name}"
+        write_video(path, frames, codec="mpeg2video" if name == "ts" else "mpeg4")
+        encoded[name] = path.read_bytes()
+    return encoded
+
+
+@given(st.integers(0, 3), st.integers(0, 2**32), st.integers(1, 8), st.floats(0.1, 1))
+@settings(max_examples=examples(40))
+def test_damaged_videos(tmp_path_factory, clips, name, seed, flips, kept):
+    path = tmp_path_factory.getbasetemp() / "damaged.video"
+    draw = random.Random(seed)
+    damaged = bytearray([*clips.values()][name])
+    for _ in range(flips):
+        damaged[int(len(damaged) * draw.random() ** 3)] ^= 1 << draw.randrange(8)
+    path.write_bytes(damaged[: int(kept * len(damaged))] if seed % 3 == 0 else damaged)
+    result = attempt(ImageError, preprocess_videos, path, VideoConfig(56 * 56, 56 * 56))
+    if result is not None:
+        pixel_values, grid_thw, (seconds,) = result
+        assert len(pixel_values) == grid_thw.prod()
+        assert np.isfinite(pixel_values).all()
+        assert len(seconds) == grid_thw[0, 0]
+        assert np.isfinite(seconds).all()
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")

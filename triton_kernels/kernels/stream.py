@@ -51,6 +51,8 @@ def stream_kernel(
     ONLINE: tl.constexpr,
     # rows of a query tile and of a key tile
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    # tokens of the shortest segment that is served here; shorter ones are another launch's
+    SHORTEST: tl.constexpr,
 ):  # fmt: skip
     """One program for each (head, token block); blocks run fastest and share the head's K and V."""
     # Written out, the factors tell the compiler that it may load 16 bytes at a time.
@@ -112,7 +114,7 @@ def stream_kernel(
         k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
         k_stride, v_stride, angle_stride, out_stride, v_shift,
         first_segment, last_segment, block_start, token < block_end, q, q_tail, head,
-        HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
+        HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE, SHORTEST,
     )  # fmt: skip
     if not ONLINE:
         # Rows that their reference does not fit, again. If there are none, for no segment: within a
@@ -123,7 +125,7 @@ def stream_kernel(
             k_stride, v_stride, angle_stride, out_stride, v_shift,
             first_segment, tl.where(are_misfits, last_segment, -1), block_start, misfits,
             q, q_tail, head,
-            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, True,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, True, SHORTEST,
         )  # fmt: skip
 
     # Tokens of no segment.
@@ -144,7 +146,7 @@ def attend_segments(
     first_segment, last_segment, block_start, wanted, q, q_tail, head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr,
-    ROTATE_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr,
+    ROTATE_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr, SHORTEST: tl.constexpr,
 ):  # fmt: skip
     """Write the result of the wanted tokens; returns which have a segment, and which misfit."""
     dtype = out_ptr.dtype.element_ty
@@ -159,6 +161,8 @@ def attend_segments(
     for segment in tl.range(first_segment, last_segment + 1, disable_licm=not HOIST):
         start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
         keys = tl.where(end > block_start, end - start, 0)  # 0: only padding follows it
+        if SHORTEST > 0:
+            keys = tl.where(end - start < SHORTEST, 0, keys)
         row_sum, acc, acc_tail = visit_segment(
             k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
             start, keys, q, q_tail, head,
@@ -168,6 +172,8 @@ def attend_segments(
         out, out_tail = acc * rescale, acc_tail * rescale
         mask = (token >= start) & (token < end) & wanted
         covered = covered | mask
+        if SHORTEST > 0:
+            mask = mask & (token >= end - keys)  # none, where there are no keys
         if not ONLINE:
             fits = reference_fits(row_sum, out, out_tail, dtype, TAIL)
             misfits = misfits | (mask & (fits == 0))

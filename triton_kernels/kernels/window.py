@@ -47,6 +47,8 @@ def window_kernel(
     ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
     # rows of a tile, at least the longest segment
     BLOCK: tl.constexpr,
+    # longer segments and padding are another launch's
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """One program for each (segment, head); heads run fastest, so neighbours share cache lines."""
     # Written out, the factors tell the compiler that it may load 16 bytes at a time.
@@ -130,6 +132,9 @@ def window_kernel(
         if TAIL > 0:
             out = cast(dot(p, v_tail) * rescale, dtype)
             store_columns(segment_ptr, out_stride, rows, mask, out, MAIN, TAIL, HEAD_DIM)
+
+    if SHARED:
+        return
 
     # A segment that breaks the promise of max_seqlen must not pass for a result.
     if length > BLOCK:

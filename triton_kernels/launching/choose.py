@@ -41,6 +41,9 @@ _SHORTEST = 768
 _FULL_WITH_TAIL, _FULL_OTHERWISE = 0.75, 0.7
 _MULTIPROCESSORS = 132
 
+# What batch-invariant calls look long segments, and rows, up by, whatever they have.
+INVARIANT_LENGTH, INVARIANT_ROWS = 4096, 4096 * 16
+
 TABLE_FILE = Path(__file__).with_name("launches.json")
 _PACKAGED = Table.read(TABLE_FILE)
 _table = ContextVar("table", default=_PACKAGED)
@@ -80,6 +83,11 @@ def window_limit(dtype: torch.dtype, head_dim: int) -> int:
     if dtype == torch.float32:
         return 32
     return 64 if sum(head_split(head_dim)) > 192 else 128
+
+
+def invariant_limit(dtype: torch.dtype, head_dim: int) -> int:
+    """The longest segment that the window kernel serves in batch-invariant calls."""
+    return min(64, window_limit(dtype, head_dim))
 
 
 class LaunchSource(NamedTuple):

@@ -18,11 +18,14 @@ from triton_kernels.kernels.window import window_kernel
 from triton_kernels.launching.choose import (
     HOPPER_LAUNCH,
     HOPPER_ROWS,
+    INVARIANT_LENGTH,
+    INVARIANT_ROWS,
     LaunchSource,
     can_warp_specialize,
     find_launch,
     head_split,
     hopper_stream_kernel,
+    invariant_limit,
     is_warp_specialized,
     rotated_row,
     window_limit,
@@ -64,6 +67,17 @@ class Plan(NamedTuple):
     # What reads their results, on (q, k, v, out, cos, sin, cu_seqlens) or, if it has tiles, which
     # are of (q, k, v), on (out, cu_seqlens).
     attention: Call
+    # What is launched behind it on the same result: of the segments that it leaves out.
+    behind: "Plan | None" = None
+
+
+class Serving(NamedTuple):
+    """Which segments a plan is for, and what its launches are looked up by."""
+
+    max_seqlen: int
+    rows: int | None = None  # tokens x heads; None: the call's
+    shortest: int = 0  # of the stream kernel: shorter segments are another plan's
+    shared: bool = False  # of the window kernel: longer segments, and padding, are another plan's
 
 
 def make_plan(
@@ -74,12 +88,49 @@ def make_plan(
     max_seqlen: int,
     scale: float,
     fuse: str,
+    batch_invariant: bool = False,
 ) -> Plan:
     """What is launched for a form of (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
 
+    Where it is batch-invariant a segment's own length alone says what serves it: short ones, and
+    the others, go to a kernel each, by launches that no size decides.
+
     at_16: all of them but cu_seqlens begin at a multiple of 16 bytes. is_behind: K's heads lie
-    behind Q's, so that one launch can rotate both. fuse: "qk", "q" or "none".
+    behind Q's, so that one launch can rotate both. fuse: "qk", "q" or "none"; or "auto", if it is
+    batch-invariant.
     """
+    if not batch_invariant:
+        return _plan(form, at_16, is_behind, source, Serving(max_seqlen), scale, fuse)
+    *qkv, cos, _, _ = (TensorForm(*x) for x in form)
+    limit = invariant_limit(qkv[0].dtype, qkv[0].shape[-1])
+    rows = [n for x in qkv for n in (x.strides[0], x.strides[-2])]
+    aligned, *_ = in_units(rows, cos, at_16)
+    source = source._replace(warp_specialized=False)  # which is for calls that fill a GPU
+
+    def plan(serving: Serving, auto: str) -> Plan:
+        meant = auto if fuse == "auto" else fuse
+        return _plan(form, at_16, is_behind, source, serving, scale, meant)
+
+    if not aligned:  # the window kernel takes no others
+        return plan(Serving(INVARIANT_LENGTH, INVARIANT_ROWS), "none")
+    short = plan(Serving(limit, INVARIANT_ROWS, shared=max_seqlen > limit), "qk")
+    if max_seqlen <= limit:
+        return short
+    others = plan(Serving(INVARIANT_LENGTH, INVARIANT_ROWS, shortest=limit + 1), "none")
+    # Behind them, as the stream kernel puts what it rotates into all rows of the result.
+    return others._replace(behind=short)
+
+
+def _plan(
+    form: Form,
+    at_16: bool,
+    is_behind: bool,
+    source: LaunchSource,
+    serving: Serving,
+    scale: float,
+    fuse: str,
+) -> Plan:
+    """What is launched of one attention kernel; fuse is not "auto"."""
     *qkv, cos, sin, cu_seqlens = (TensorForm(*x) for x in form)
     packed = len(qkv) == 1
     part = qkv[0].strides[1] * qkv[0].dtype.itemsize if packed else 0
@@ -88,7 +139,7 @@ def make_plan(
     rotations = []
 
     def rotated(x: TensorForm, first: int, parts: int) -> TensorForm:
-        rotations.append(_rotation(x, cos, at_16, source, first, parts))
+        rotations.append(_rotation(x, cos, at_16, source, serving, first, parts))
         tokens, _, row = rotations[-1].shape
         return x._replace(shape=torch.Size((tokens, row)), strides=(parts * row, 1))
 
@@ -99,23 +150,29 @@ def make_plan(
             q = rotated(q, 0, 1)
         if fuse != "qk":
             k = rotated(k, 1, 1)
-    attention = _attention((q, k, v, cos, sin, cu_seqlens), at_16, source, max_seqlen, scale, fuse)
+    attention = _attention((q, k, v, cos, sin, cu_seqlens), at_16, source, serving, scale, fuse)
     shape, strides = (tokens, heads, head_dim), (heads * head_dim, head_dim, 1)
     return Plan(part, shape, strides, tuple(rotations), attention)
 
 
 def launch_plan(
-    plan: Plan, tensors: Sequence[torch.Tensor], addresses: Sequence[int]
+    plan: Plan,
+    tensors: Sequence[torch.Tensor],
+    addresses: Sequence[int],
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch all of a plan, on the current stream of the tensors' device; returns the result.
 
-    tensors, addresses: of (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...), as in its form.
+    Args:
+        plan: what is launched.
+        tensors, addresses: of (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...), as in its form.
+        out: the result, if there is one already.
     """
-    part, shape, strides, rotations, attention = plan
+    part, shape, strides, rotations, attention, behind = plan
     # Triton launches on the current device, which need not be the tensors'.
     if attention.device is not None and attention.device != torch.cuda.current_device():
         with torch.cuda.device(attention.device):
-            return launch_plan(plan, tensors, addresses)
+            return launch_plan(plan, tensors, addresses, out)
     x = tensors[0]
     held = [*tensors]  # until all is launched
     *qkv, cos, sin, cu_seqlens = addresses
@@ -128,13 +185,14 @@ def launch_plan(
         launch_kernel(call, held, (qkv[first], address, cos, sin))
         for i in range(written[1]):
             qkv[first + i] = address + i * written[2] * x.itemsize
-    out = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
     held.append(out)
     if attention.tiles:
         launch_kernel(attention, held, (out.data_ptr(), cu_seqlens), qkv)
     else:
         launch_kernel(attention, held, (*qkv, out.data_ptr(), cos, sin, cu_seqlens))
-    return out
+    return out if behind is None else launch_plan(behind, tensors, addresses, out)
 
 
 def part_of(qkv: TensorForm) -> TensorForm:
@@ -144,14 +202,21 @@ def part_of(qkv: TensorForm) -> TensorForm:
 
 
 def _rotation(
-    x: TensorForm, cos: TensorForm, at_16: bool, source: LaunchSource, first: int, parts: int
+    x: TensorForm,
+    cos: TensorForm,
+    at_16: bool,
+    source: LaunchSource,
+    serving: Serving,
+    first: int,
+    parts: int,
 ) -> Rotation:
     """Rotation beforehand of so many of Q and K, of which x is the first."""
     tokens, heads, head_dim = x.shape
     row = rotated_row(heads, head_dim)
     rows = [*x.strides[:2], parts * row, row]
     aligned, angle_unit, strides = in_units(rows, cos, at_16)
-    launch = find_launch("rotate", x.dtype, head_dim, 1, tokens * heads, source, aligned)
+    looked_up = serving.rows or tokens * heads
+    launch = find_launch("rotate", x.dtype, head_dim, 1, looked_up, source, aligned)
     programs = triton.cdiv(tokens, launch.block) * parts * triton.cdiv(heads, launch.block_k)
     split = head_split(head_dim)
     constants = (
@@ -166,7 +231,7 @@ def _attention(
     read: tuple[TensorForm, ...],
     at_16: bool,
     source: LaunchSource,
-    max_seqlen: int,
+    serving: Serving,
     scale: float,
     fuse: str,
 ) -> Call:
@@ -182,7 +247,8 @@ def _attention(
     rows = [n for x in qkv for n in (x.strides[0], x.strides[1] if len(x.shape) == 3 else 0)]
     aligned, angle_unit, strides = in_units(rows, cos, at_16)
     segments = cu_seqlens.shape[0] - 1
-    shape = x.dtype, head_dim, max_seqlen, tokens * heads
+    max_seqlen, looked_up, shortest, shared = serving
+    shape = x.dtype, head_dim, max_seqlen, looked_up or tokens * heads
     split = head_split(head_dim)
     if (
         fuse == "none"
@@ -200,13 +266,13 @@ def _attention(
         return call._replace(tiles=_head_tiles(qkv, split), overlap=True)
     if aligned and max_seqlen <= window_limit(x.dtype, head_dim):
         launch = find_launch("window", *shape, source)
-        kernel, programs, blocks = window_kernel, segments * heads, (launch.block,)
+        kernel, programs, blocks = window_kernel, segments * heads, (launch.block, shared)
     else:
         name = "rotating_stream" if fuse == "qk" else "stream"
         launch = find_launch(name, *shape, source, aligned)
         programs = triton.cdiv(tokens, launch.block) * heads
         online = is_online(x.dtype, head_dim, max_seqlen)
-        kernel, blocks = stream_kernel, (online, launch.block, launch.block_k)
+        kernel, blocks = stream_kernel, (online, launch.block, launch.block_k, shortest)
     numbers = tokens, segments, scale * LOG2_E, *strides
     constants = (
         heads, head_dim, 2 * cos.shape[1], *split, aligned, angle_unit,
