@@ -3,14 +3,14 @@
 - The contract: `attention` (the public functions), `checks` (what is accepted, and the errors
   otherwise), `reference` (the unfused computation, which also differentiates), `sharding` (heads
   that are split over devices).
-- `kernels`, what runs on the GPU: `window` (a whole short segment in one tile), `stream` (long
-  segments) with its `softmax`, `rotate` (rotation as a pass of its own), and `tiles`, which they
-  share. `hopper_stream`, `hopper_softmax` and `hopper_tiles` are the same for the warp-specialized
-  kernel, which serves long images on Hopper GPUs.
+- `kernels`, what runs on the GPU: `window` (a whole short segment in one tile), `window_backward`
+  (its gradients), `stream` (long segments) with its `softmax`, `rotate` (rotation as a pass of its
+  own), and `tiles`, which they share. `hopper_stream`, `hopper_softmax` and `hopper_tiles` are the
+  same for the warp-specialized kernel, which serves long images on Hopper GPUs.
 - `launching`, from a call to its launches: `choose` (which kernel, how much is fused, and from
-  `table` and `launches.json` its sizes), `plan` (all launches of a call), `launch`, `compile` (by
-  XLA, or through `triton_lowering` by the Triton package), `devices`, `platforms` (programs for
-  several, as `jax.export` makes them).
+  `table` and `launches.json` its sizes), `plan` (all launches of a call), `backward` (that of the
+  gradients), `launch`, `compile` (by XLA, or through `triton_lowering` by the Triton package),
+  `devices`, `platforms` (programs for several, as `jax.export` makes them).
 
 The twin in PyTorch, `triton_kernels`, has the same rooms.
 """

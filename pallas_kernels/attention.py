@@ -10,13 +10,14 @@ import numpy as np
 
 from pallas_kernels.checks import check_arguments
 from pallas_kernels.kernels.dialect import HAVE_TRITON, without_triton
+from pallas_kernels.launching.backward import attention_gradients, has_backward
 from pallas_kernels.launching.choose import auto_fuse, has_kernel
 from pallas_kernels.launching.devices import have_tensor_cores, warn_without_triton
 from pallas_kernels.launching.plan import attend, operands
 from pallas_kernels.launching.platforms import platform_dependent
 from pallas_kernels.launching.table import next_power_of_2
 from pallas_kernels.reference import rope_attention_gradients, rope_attention_reference
-from pallas_kernels.sharding import check_shardings, on_own_heads
+from pallas_kernels.sharding import check_shardings, on_own_heads, vary_as
 
 
 def fused_rope_attention(
@@ -44,8 +45,8 @@ def fused_rope_attention(
             `check_cu_seqlens` finds, rows between them may be anything.
         max_seqlen: static upper bound on a segment's length, for which a call is compiled. None:
             the longest of cu_seqlens, which must then not be traced, rounded up to a power of two.
-            Rows of a segment that is longer come out right or NaN, never wrong; their gradients are
-            NaN.
+            Rows of a segment that is longer, and their gradients, come out right or NaN, never
+            wrong.
         scale: static factor of the logits, 2 ** -100 to 2 ** 100; default head_dim ** -0.5.
         fuse: "qk" rotates Q and K inside the kernel, "q" rotates K in a pass of its own, "none"
             both. "auto": "qk" where one tile holds a segment, so that no row is rotated twice;
@@ -59,8 +60,8 @@ def fused_rope_attention(
             newer, else the reference. "triton" is another word for "kernel".
         batch_invariant: have the kernels give a segment the same bits alone, in any batch and at
             any place in it, on one GPU. Else which kernel serves it, and by which tiles, follows
-            from all that is in a call. Long segments cost a second launch and the warp-specialized
-            kernel; `python -m compare invariance` measures it.
+            from all that is in a call, as it always does for gradients. Long segments cost a second
+            launch and the warp-specialized kernel; `python -m compare invariance` measures it.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of q; exactly 0 for padding.
@@ -70,10 +71,11 @@ def fused_rope_attention(
             type says that it is split over devices otherwise than by heads.
         NotImplementedError: `implementation="kernel"` where JAX has no Pallas Triton backend.
 
-    Differentiable in q, k, v, cos and sin in reverse mode: the backward pass runs through the
-    reference. Under vmap the calls run one after the other. With q, k and v split by heads along
-    explicit axes of a mesh, or under shard_map, there also with all arguments split by calls, each
-    device runs its own.
+    Differentiable in q, k, v, cos and sin in reverse mode. Where one tile holds a segment, see
+    `window_limit`, a kernel computes the gradients in q, k and v; the reference does in longer
+    segments, those in cos and sin, and further derivatives. Under vmap the calls run one after the
+    other. With q, k and v split by heads along explicit axes of a mesh, or under shard_map, there
+    also with all arguments split by calls, each device runs its own.
     """
     options = max_seqlen, scale, fuse, implementation, batch_invariant
     return _call((q, k, v, cos, sin, cu_seqlens), *options)
@@ -181,17 +183,72 @@ def _forward(options: _Options, *arguments: tuple | jax.Array) -> tuple[jax.Arra
 
 
 def _backward(options: _Options, arguments: tuple, grad: jax.Array) -> tuple:
-    """The reference's gradients, from the saved arguments."""
-    qkv, cos, sin, cu_seqlens = arguments
+    """The gradients, from the saved arguments.
+
+    Where a kernel computes those in qkv, what computes the angles' beside it is left out of the
+    program unless they are asked for.
+    """
+    qkv, *_, cu_seqlens = arguments
+    qkv_grad, *angle_grads = _reference_gradients(options, grad, *arguments)
+    is_empty = qkv[0].size == 0 or cu_seqlens.shape[0] == 1
+    shape = qkv[0].dtype, qkv[0].shape[-1], options.max_seqlen
+    if not is_empty and options.implementation != "reference" and has_backward(*shape):
+        qkv_grad = _qkv_gradients(options, grad, *arguments)
+    return qkv_grad, *angle_grads, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _reference_gradients(
+    options: _Options, grad: jax.Array, qkv: tuple[jax.Array, ...], *rest: jax.Array
+) -> tuple:
+    """In qkv, cos and sin, by the reference."""
+    cos, sin, cu_seqlens = rest
     *found, cos_grad, sin_grad = rope_attention_gradients(
         grad, (*_q_k_v(qkv), cos, sin), cu_seqlens, options.scale, options.max_seqlen
     )
     packed = len(qkv) == 1
     qkv_grad = (jnp.stack(found, axis=1),) if packed else tuple(x[:, None] for x in found)
-    return qkv_grad, cos_grad, sin_grad, None
+    return qkv_grad, cos_grad, sin_grad
 
 
-_attention.defvjp(_forward, _backward)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _qkv_gradients(
+    options: _Options, grad: jax.Array, qkv: tuple[jax.Array, ...], *rest: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The gradients in qkv by a kernel; rest is cos, sin and cu_seqlens."""
+    vary = vary_as(grad, *qkv, *rest)
+    # Under shard_map, what is the same on several devices gets the sum of its gradients there.
+    varying, sum_over_devices = jax.vjp(lambda *x: tuple(map(vary, x)), *qkv)
+    bounds = {"max_seqlen": options.max_seqlen, "scale": options.scale}
+    kernel = functools.partial(attention_gradients, **bounds, interpret=False)
+    interpreted = functools.partial(kernel, interpret=True)
+
+    def reference(*arguments: tuple | jax.Array) -> tuple[jax.Array, ...]:
+        return _reference_gradients(options, *arguments)[0]
+
+    @jax.custom_batching.sequential_vmap
+    def call(*arguments: tuple | jax.Array) -> tuple[jax.Array, ...]:
+        if options.implementation == "auto":
+            return platform_dependent(*arguments, cuda=kernel, default=reference)
+        return platform_dependent(*arguments, cuda=kernel, cpu=interpreted)
+
+    return sum_over_devices(call(vary(grad), varying, *map(vary, rest)))
+
+
+def _gradients_forward(options: _Options, *arguments: tuple | jax.Array) -> tuple:
+    return _qkv_gradients(options, *arguments), arguments
+
+
+def _gradients_backward(options: _Options, arguments: tuple, grad: tuple[jax.Array, ...]) -> tuple:
+    """Second derivatives, by the reference."""
+    *differentiated, cu_seqlens = arguments
+    _, pull = jax.vjp(lambda *x: _reference_gradients(options, *x, cu_seqlens)[0], *differentiated)
+    return *pull(grad), None
+
+
+_qkv_gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
 # Outside of any jit it would be traced and compiled anew at each call.

@@ -116,6 +116,37 @@ def unfused(case: Case, scale: float | None = None) -> np.ndarray:
     return out
 
 
+def gradients(case: Case, weights: np.ndarray, exact: bool = True) -> np.ndarray:
+    """The gradient of sum(weights * result) in qkv [tokens, 3, heads, head_dim].
+
+    In fp64, or by separate steps in fp32 that round to the dtype of qkv in between.
+    """
+    dtype = case.qkv.dtype
+    wide = np.float64 if exact else np.float32
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x if exact else x.astype(dtype).astype(wide)
+
+    q, k, v, cos, sin, weights = (x.astype(wide) for x in (*case.separate[:5], weights))
+    q, k = (rounded(_rotate(x, cos, sin)) for x in (q, k))
+    scale = wide(q.shape[-1] ** -0.5)
+    result = np.zeros(case.qkv.shape, wide)
+    for start, end in case.segments:
+        rows = slice(start, end)
+        p = _softmax(q[rows], k[rows], scale)
+        total = p.sum(-1, keepdims=True)
+        grad = rounded(weights[rows])
+        v_grad = np.einsum("hqk,qhd->khd", rounded(p), grad / total[..., 0].T[..., None])
+        p_grad = np.einsum("qhd,khd->hqk", grad, v[rows])
+        p = p / total
+        s_grad = p * (p_grad - (p * p_grad).sum(-1, keepdims=True)) * scale
+        q_grad = rounded(np.einsum("hqk,khd->qhd", s_grad, k[rows]))
+        k_grad = rounded(np.einsum("hqk,qhd->khd", s_grad, q[rows]))
+        q_grad, k_grad = (_rotate(x, cos[rows], -sin[rows]) for x in (q_grad, k_grad))
+        result[rows] = np.stack([q_grad, k_grad, v_grad], axis=1)
+    return result if exact else result.astype(dtype)
+
+
 def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """Turn each pair (x[i], x[i + rotary_dim / 2]) by its angle: complex multiplication."""
     half = cos.shape[-1]

@@ -2,10 +2,11 @@
 
 An implementation's tests inherit GradientContract and an adapter of its framework, which has
 
-* `gradients(case, weights, packed=False, **keywords)`: the gradients of sum(weights * result) with
-  respect to (qkv, cos, sin) or (q, k, v, cos, sin), as NumPy arrays,
+* `gradients(case, weights, packed=False, angles=True, **keywords)`: the gradients of sum(weights *
+  result) with respect to (qkv, cos, sin) or (q, k, v, cos, sin), as NumPy arrays; where no angles'
+  are asked for, to qkv or (q, k, v) alone, which other kernels may compute,
 * `curvature(case, weights, direction, **keywords)`: the second derivative of sum(weights * result)
-  along a direction (q, k, v, cos, sin), by differentiating twice in reverse.
+  along a direction (q, k, v, cos, sin), or (q, k, v), by differentiating twice in reverse.
 """
 
 import dataclasses
@@ -13,7 +14,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.kernel_cases import Case, exact, make_case
+from tests import kernel_cases
+from tests.kernel_cases import (
+    UNFUSED_FACTOR,
+    Case,
+    assert_same_bits,
+    exact,
+    make_case,
+    relative_rms,
+)
 from tests.kernel_contract import STREAM, WINDOW, both_kernels, cut
 
 STEP = 1e-5  # of the central differences, in fp64
@@ -93,16 +102,71 @@ class GradientContract:
                 found = (gradient * direction[part]).sum()
                 assert abs(found - expected) <= 1e-5 * size
 
-    @both_kernels
-    def test_second_derivatives_are_the_curvature_of_the_oracle(self, max_seqlen):
+    @pytest.mark.parametrize(
+        ("dtype", "head_dim", "rotary_dim", "lengths", "packed"),
+        [
+            ("bfloat16", 80, None, (9, 0, 1, 64), True),
+            ("bfloat16", 72, 36, (33, 20), False),
+            ("bfloat16", 24, 22, (16, 0, 5), True),
+            ("bfloat16", 16, None, (100,), True),
+            ("bfloat16", 208, None, (24,), False),
+            ("float16", 64, 32, (30, 2), False),
+            ("float32", 80, None, (32, 7), False),
+            ("float32", 8, 6, (1, 12), True),
+        ],
+        ids=str,
+    )
+    def test_gradients_are_as_exact_as_those_of_separate_steps(
+        self, dtype, head_dim, rotary_dim, lengths, packed
+    ):
+        """And padding, of more rows than a tile and than all segments, has none."""
+        case = make_case(
+            lengths, head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype, leading=3, trailing=140
+        )
+        # No gradient of padding counts, whatever it is.
+        weights = weights_for(case)
+        weights[case.padding] = np.nan
+        found = self.gradients(case, weights, packed=packed, angles=False, max_seqlen=max(lengths))
+        found = found[0] if packed else np.stack(found, axis=1)
+        assert found.dtype == case.qkv.dtype
+        assert (found[case.padding] == 0).all()
+        right = kernel_cases.gradients(case, weights)
+        separate = kernel_cases.gradients(case, weights, exact=False)
+        for part in range(3):
+            error, limit = (relative_rms(x[:, part], right[:, part]) for x in (found, separate))
+            assert error <= UNFUSED_FACTOR * limit
+
+    def test_gradients_of_large_logits(self):
+        """Of which only the differences within a row have exponentials."""
+        case = make_case((9, 14), head_dim=16, dtype="float32")
+        case.qkv[:, 0] *= 300
+        weights = weights_for(case)
+        [found] = self.gradients(case, weights, packed=True, angles=False, max_seqlen=WINDOW)
+        assert relative_rms(found, kernel_cases.gradients(case, weights)) < 1e-4
+
+    def test_gradients_are_the_same_bits_every_time(self):
+        case = make_case((9, 14), head_dim=24)
+        first, again = (
+            self.gradients(case, weights_for(case), angles=False, max_seqlen=WINDOW)
+            for _ in range(2)
+        )
+        for x, y in zip(first, again, strict=True):
+            assert_same_bits(x, y)
+
+    @pytest.mark.parametrize(
+        ("max_seqlen", "angles"), [(WINDOW, True), (WINDOW, False), (STREAM, True)]
+    )
+    def test_second_derivatives_are_the_curvature_of_the_oracle(self, max_seqlen, angles):
         case = make_case((9, 1, 14), head_dim=16, rotary_dim=12, dtype="float32", trailing=3)
         weights = weights_for(case)
         rng = np.random.default_rng(9)
         direction = [rng.standard_normal(x.shape).astype(np.float32) for x in case.packed[:3]]
+        if not angles:
+            direction[1:] = [np.zeros_like(x) for x in direction[1:]]
         found = self.curvature(
             case,
             weights,
-            [*np.moveaxis(direction[0], 1, 0), *direction[1:]],
+            [*np.moveaxis(direction[0], 1, 0), *direction[1:]][: 5 if angles else 3],
             max_seqlen=max_seqlen,
             scale=0.4,
         )
@@ -132,11 +196,15 @@ class GradientContract:
             assert gradient.shape == x.shape
             assert (gradient == 0).all()
 
-    def test_gradients_of_a_longer_segment_are_right_or_nan(self):
-        case = make_case((9, 50, 16), head_dim=16, dtype="float32", trailing=4)
-        bound = WINDOW + 1  # the stream kernel, whose rows are right nevertheless
+    # Above a window the stream kernel, whose rows are right nevertheless.
+    @pytest.mark.parametrize(
+        ("bound", "angles"), [(WINDOW + 1, True), (WINDOW, True), (WINDOW, False)]
+    )
+    def test_gradients_of_a_longer_segment_are_right_or_nan(self, bound, angles):
+        case = make_case((9, 70, 16), head_dim=16, dtype="float32", trailing=4)
         right, found = (
-            self.gradients(case, weights_for(case), max_seqlen=longest) for longest in (50, bound)
+            self.gradients(case, weights_for(case), angles=angles, max_seqlen=longest)
+            for longest in (70, bound)
         )
         for x, expected in zip(found, right, strict=True):
             start, end = case.segments[1]
@@ -150,13 +218,29 @@ class GradientContract:
         dtypes = [x.dtype for x in self.gradients(case, weights_for(case), max_seqlen=STREAM)]
         assert dtypes == [case.qkv.dtype] * 3 + [np.dtype(np.float32)] * 2
 
-    def test_no_gradient_reaches_another_segment(self):
+    @pytest.mark.parametrize("angles", [True, False])
+    def test_no_gradient_reaches_another_segment(self, angles):
         case = make_case((9, 14), head_dim=16, dtype="float32")
         weights = weights_for(case)
         weights[9:] = 0
         broken = dataclasses.replace(case, qkv=case.with_rows(slice(9, None), np.nan).qkv)
-        before = self.gradients(case, weights, max_seqlen=WINDOW)
-        after = self.gradients(broken, weights, max_seqlen=WINDOW)
+        before = self.gradients(case, weights, angles=angles, max_seqlen=WINDOW)
+        after = self.gradients(broken, weights, angles=angles, max_seqlen=WINDOW)
         for x, y in zip(before, after, strict=True):
             assert (x[9:] == 0).all()
             np.testing.assert_array_equal(x[:9], y[:9])
+
+
+class KernelGradientContract(GradientContract):
+    """Inherited by the tests of the kernels."""
+
+    def test_gradients_at_the_ends_of_their_dtype_s_range(self):
+        """Loss scaling takes them there. (What the reference rounds to it overflows.)"""
+        case = make_case((2,) * 8, head_dim=64, dtype="float16")
+        case.qkv[:, :2] /= 10
+        for factor in (2e-4, 6e4):
+            weights = np.sign(weights_for(case)) * np.float16(factor)
+            [found] = self.gradients(case, weights, packed=True, angles=False, max_seqlen=16)
+            right = kernel_cases.gradients(case, weights)
+            separate = kernel_cases.gradients(case, weights, exact=False)
+            assert relative_rms(found, right) <= UNFUSED_FACTOR * relative_rms(separate, right)

@@ -140,6 +140,7 @@ ROW = {"kernel": "stream", "block": 16, "block_k": 16, "num_warps": 4, "num_stag
         ({"warps": 4}, "expected only .* got warps"),
         ({"kernel": "window"}, "max_length must be given and at most block"),
         ({"kernel": "window", "max_length": 32}, "max_length must be given and at most block"),
+        ({"kernel": "window_backward"}, "max_length must be given and at most block"),
     ],
 )
 def test_a_malformed_row_is_told_with_its_place(module, tmp_path, change, sentence):
@@ -179,8 +180,9 @@ def test_every_call_finds_a_launch(module, table, launch):
     gpus = [None, *(module.Gpu(n, d.compute_capability or "") for n, d in table.devices.items())]
     for gpu, operands, head_dim in itertools.product(gpus, module.OPERANDS, HEAD_DIMS):
         for length in (1, 16, 17, 64, 65, 128):
-            found = table.find(gpu, module.Shape("window", operands, head_dim, length, 1))
-            assert found.block >= length
+            for kernel in ("window", "window_backward"):
+                found = table.find(gpu, module.Shape(kernel, operands, head_dim, length, 1))
+                assert found.block >= length
         for kernel, length in (("rotate", 1), ("stream", 1), ("stream", 2**30)):
             table.find(gpu, module.Shape(kernel, operands, head_dim, length, 1))
 

@@ -56,8 +56,9 @@ def fused_rope_attention(
             the tensors are on a GPU that runs it, else the reference.
         batch_invariant: have the kernels give a segment the same bits alone, in any batch and at
             any place in it, on one GPU and for tensors aligned alike. Else which kernel serves it,
-            and by which tiles, follows from all that is in a call. Long segments cost a second
-            launch and the warp-specialized kernel; `python -m compare invariance` measures it.
+            and by which tiles, follows from all that is in a call, as it always does for gradients.
+            Long segments cost a second launch and the warp-specialized kernel; `python -m compare
+            invariance` measures it.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of q, contiguous; exactly 0 for padding.
@@ -68,10 +69,12 @@ def fused_rope_attention(
         NotImplementedError: forward-mode differentiation.
         RuntimeError: a derivative by torch.func or, with is_grads_batched, of many results at once,
             which PyTorch refuses; or a CUDA graph is captured of what waits for the GPU, which
-            max_seqlen=None and a backward pass do. (torch.compile leaves both out of its graphs.)
+            max_seqlen=None and a backward pass through the reference do. (torch.compile leaves
+            both out of its graphs.)
 
-    Differentiable in q, k, v, cos and sin in reverse mode, repeatedly: the backward pass runs
-    through the reference.
+    Differentiable in q, k, v, cos and sin in reverse mode, repeatedly. Where one tile holds a
+    segment, see `window_limit`, a kernel computes the gradients in q, k and v; if those in cos or
+    sin are asked for as well, in longer segments and for further derivatives, the reference does.
     """
     options = max_seqlen, scale, fuse, implementation, batch_invariant
     return _call((q, k, v, cos, sin, cu_seqlens), options)
@@ -140,8 +143,7 @@ def attend(
         if not kernel:
             return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
         if max_seqlen is None:
-            check_may_wait(q, "max_seqlen=None, to be read from cu_seqlens,")
-            max_seqlen = cu_seqlens.long().diff().max()  # hostile lengths may pass 32 bits
+            max_seqlen = longest_segment(cu_seqlens)
         max_seqlen = _bound(int(max_seqlen))  # Triton launches no numbers of NumPy's
         source = launch_source(q.device.index)
         if fuse == "auto" and not batch_invariant:
@@ -158,6 +160,12 @@ def attend(
         if plain:
             plans[place, options] = plan
     return launch_plan(plan, tensors, addresses)
+
+
+def longest_segment(cu_seqlens: torch.Tensor) -> int:
+    """The longest segment's tokens, of at least one segment; waits for the GPU."""
+    check_may_wait(cu_seqlens, "max_seqlen=None, to be read from cu_seqlens,")
+    return int(cu_seqlens.long().diff().max())  # hostile lengths may pass 32 bits
 
 
 def _bound(max_seqlen: int | None) -> int | None:

@@ -153,6 +153,15 @@ def _holds(condition: bool | torch.SymBool) -> bool:
     return True
 
 
+def surely(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes is known to hold: False where a trace does not know."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
 def _check_strides(name: str, x: torch.Tensor) -> None:
     if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
         raise ValueError(f"{name} must be contiguous in its last axis, got strides {x.stride()}")

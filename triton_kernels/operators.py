@@ -1,11 +1,17 @@
-"""Registration with torch.library: opaque to torch.compile, differentiable by the reference."""
+"""Registration with torch.library: opaque to torch.compile, differentiable.
+
+First derivatives in q, k and v of short segments are a kernel's. Others go through the reference:
+those of longer segments, those in cos or sin with all that are asked for beside, and further ones.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from triton_kernels.attention import attend
+from triton_kernels.attention import attend, longest_segment, runs_kernel
+from triton_kernels.checks import surely
+from triton_kernels.launching.backward import attention_gradients, has_backward
 from triton_kernels.launching.fast_path import locate
 from triton_kernels.reference import rope_attention_reference
 
@@ -19,11 +25,11 @@ _WAITS = (torch.Tag.cudagraph_unsafe,)
 for _suffix, _tags in (("", ()), ("_waiting", _WAITS)):
     for _qkv in ("varlen{}(Tensor q, Tensor k, Tensor v", "qkvpacked{}(Tensor qkv"):
         _library.define(f"{_qkv.format(_suffix)}, {_ARGUMENTS}) -> Tensor", tags=_tags)
-_library.define(
-    "backward(Tensor grad, Tensor[] tensors, Tensor cu_seqlens, float scale, bool[] needed)"
-    " -> Tensor[]",
-    tags=_WAITS,
-)
+    _library.define(
+        f"backward{_suffix}(Tensor grad, Tensor[] tensors, Tensor cu_seqlens, SymInt? max_seqlen, "
+        "float scale, str implementation, bool[] needed) -> Tensor[]",
+        tags=_tags,
+    )
 
 
 def _attend(*arguments: Any) -> torch.Tensor:
@@ -35,13 +41,22 @@ def _differentiate(
     grad: torch.Tensor,
     tensors: list[torch.Tensor],
     cu_seqlens: torch.Tensor,
+    max_seqlen: int | None,
     scale: float,
+    implementation: str,
     needed: list[bool],
 ) -> list[torch.Tensor]:
-    """Differentiate the reference, computed again; tensors are (q, k, v, cos, sin) or packed.
+    """The gradients in those of tensors, (q, k, v, cos, sin) or packed, that need one; contiguous.
 
-    The results are contiguous.
+    By a kernel where there is one, else by differentiating the reference, computed again.
     """
+    q, cos_or_sin = tensors[0], any(needed[-2:])
+    is_empty = q.numel() == 0 or cu_seqlens.shape[0] == 1
+    if not (is_empty or cos_or_sin) and runs_kernel(q.device, implementation):
+        longest = longest_segment(cu_seqlens) if max_seqlen is None else max_seqlen
+        if has_backward(q.dtype, q.shape[-1], longest):
+            found = attention_gradients(grad, tensors, cu_seqlens, longest, scale)
+            return [x for x, n in zip(found, needed, strict=False) if n]
     # Dispatch modes call an operator with autograd left out.
     key, included = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
     with included(key.AutogradFunctionality, False), included(key.ADInplaceOrView, False):
@@ -79,9 +94,18 @@ def _like_needed(
 
 
 def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    *tensors, cu_seqlens, _max_seqlen, scale, _fuse, _implementation, _batch_invariant = inputs
+    *tensors, cu_seqlens, max_seqlen, scale, _fuse, implementation, _batch_invariant = inputs
     ctx.save_for_backward(*tensors, cu_seqlens)
-    ctx.scale = scale
+    ctx.max_seqlen, ctx.scale, ctx.implementation = max_seqlen, scale, implementation
+
+
+def _waits(
+    grad: torch.Tensor, max_seqlen: int | None, implementation: str, needed: list[bool]
+) -> bool:
+    """Whether a backward pass waits for the GPU, as the reference does, and a bound to be read."""
+    if max_seqlen is None or implementation == "reference" or any(needed[-2:]):
+        return True
+    return not surely(has_backward(grad.dtype, grad.shape[-1], max_seqlen))
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -91,9 +115,11 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors = [x.view_as(x) for x in tensors]  # none of these is computed from another
         found = _pull(grad, tensors, cu_seqlens, ctx.scale, needed, create_graph=True)
     else:
-        found = torch.ops.fused_rope_attention.backward(
-            grad, tensors, cu_seqlens, ctx.scale, needed
-        )
+        waits = _waits(grad, ctx.max_seqlen, ctx.implementation, needed)
+        operators = torch.ops.fused_rope_attention
+        operator = operators.backward_waiting if waits else operators.backward
+        options = ctx.max_seqlen, ctx.scale, ctx.implementation
+        found = operator(grad, tensors, cu_seqlens, *options, needed)
     grads = iter(found)
     return (*(next(grads) if n else None for n in needed), None, None, None, None, None, None)
 
@@ -104,7 +130,8 @@ def _register(name: str, function: Callable, fake: Callable) -> None:
     torch.library.register_fake(f"fused_rope_attention::{name}", fake, lib=_library)
 
 
-_register("backward", _differentiate, _like_needed)
+for _name in ("backward", "backward_waiting"):
+    _register(_name, _differentiate, _like_needed)
 for _name in ("varlen", "qkvpacked", "varlen_waiting", "qkvpacked_waiting"):
     _register(_name, _attend, _like_q)
     torch.library.register_autograd(

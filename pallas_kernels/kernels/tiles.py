@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from pallas_kernels.kernels.dialect import plgpu
 
@@ -220,6 +221,15 @@ def load_pairs(x: Head, rows: Rows, first: int, width: int,
     return x1, x2
 
 
+def store_pairs(x: Head, rows: Rows, tile: Pair, first: int, width: int,
+                head_dim: int, rotary_dim: int) -> None:  # fmt: skip
+    """The inverse of load_pairs."""
+    column, partner, column_mask = pair_columns(first // 2, width // 2, head_dim, rotary_dim)
+    mask = tile_mask(rows, column_mask)
+    plgpu.store(_window(x, rows, column), tile[0], mask=mask)
+    plgpu.store(_window(x, rows, partner), tile[1], mask=mask)
+
+
 def rotate_pairs(x: Pair, cos: jax.Array, sin: jax.Array) -> Pair:
     """Both halves rotated in fp32: x1 c - x2 s, x2 c + x1 s."""
     x1, x2 = x[0].astype(jnp.float32), x[1].astype(jnp.float32)
@@ -263,3 +273,13 @@ def rotary_tile(x: Pair | jax.Array, cos: jax.Array, sin: jax.Array, rotate: boo
         # Rounded last: of joined tiles Triton 3.6 makes no product where rotary_dim / 2 is odd.
         return interleave(y1, y2).astype(x[0].dtype)
     return x
+
+
+def rotate_back(y: jax.Array, cos: jax.Array, sin: jax.Array, dtype: DTypeLike) -> Pair:
+    """The two halves of a tile in paired order, by the opposite angles: what a gradient of
+    rotary_tile's result is to its argument. fp32 y; the halves are of dtype.
+    """
+    rows, width = y.shape
+    halves = jax.lax.split(y.reshape(rows, width // 2, 2), (1, 1), axis=2)
+    x1, x2 = rotate_pairs(tuple(half.reshape(rows, width // 2) for half in halves), cos, -sin)
+    return x1.astype(dtype), x2.astype(dtype)

@@ -24,17 +24,36 @@ def run(
     disable_licm: bool = False,
     result: jax.Array | None = None,
 ) -> jax.Array:
+    """`run_all` of a kernel that has one result."""
+    options = launch, interpret, operands, disable_licm, result
+    [written] = run_all(kernel, programs, 1, shape, dtype, *options)
+    return written
+
+
+def run_all(
+    kernel: functools.partial,
+    programs: int,
+    results: int,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    launch: Launch,
+    interpret: bool,
+    operands: tuple[jax.Array, ...],
+    disable_licm: bool = False,
+    result: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
     """Run a kernel on its operands, through Pallas' Triton backend.
 
     Args:
-        kernel: takes references to the operands and to the result.
+        kernel: takes references to the operands and to the results.
         programs: of a one-dimensional grid.
-        shape, dtype: of the result.
+        results: how many there are.
+        shape, dtype: of each result.
         launch: warps, stages, registers; block sizes are the kernel's to know.
         interpret: in Pallas' interpreter.
         operands: arrays.
         disable_licm: see `TritonParams`.
-        result: what is written to, where the kernel does not write all of it.
+        result: what is written to, where the kernel does not write all of its only result.
     """
     aliases, body = {}, kernel
     if result is not None:
@@ -44,12 +63,13 @@ def run(
             *read, _, out = refs  # the last two are the same memory
             kernel(*read, out)
 
-    # Under shard_map the result varies over the mesh axes that any operand varies over.
+    # Under shard_map the results vary over the mesh axes that any operand varies over.
     manual_axis_type = jax.sharding.ManualAxisType(varying=varying_axes(*operands))
+    written = jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type)
     call = pl.pallas_call(
         body,
         grid=(programs,),
-        out_shape=jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type),
+        out_shape=(written,) * results,
         input_output_aliases=aliases,
         compiler_params=compiler_params(launch, disable_licm),
         interpret=interpret,

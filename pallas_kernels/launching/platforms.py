@@ -24,46 +24,45 @@ def export_checks() -> list[DisabledSafetyCheck]:
     return [DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS]
 
 
-def platform_dependent(
-    *arguments: Any, cuda: Callable[..., jax.Array], **others: Callable[..., jax.Array]
-) -> jax.Array:
+def platform_dependent(*arguments: Any, cuda: Callable[..., Any], **others: Callable) -> Any:
     """`jax.lax.platform_dependent`, whose choice for CUDA only CUDA's programs have to hold.
 
     JAX lowers each choice for every platform of a program, and kernels can be lowered for one.
 
     Args:
         arguments: pytrees of arrays.
-        cuda: of the arguments, to one array.
+        cuda: of the arguments, to a pytree of arrays.
         others: by platform, or `default`.
     """
     return jax.lax.platform_dependent(*arguments, cuda=functools.partial(_cuda, cuda), **others)
 
 
-def _cuda(function: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
-    jaxpr = jax.make_jaxpr(function)(*arguments)
-    return _on_cuda.bind(*jax.tree.leaves(arguments), jaxpr=jaxpr)
+def _cuda(function: Callable[..., Any], *arguments: Any) -> Any:
+    jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    results = _on_cuda.bind(*jax.tree.leaves(arguments), jaxpr=jaxpr)
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
-def _run(*arrays: jax.Array, jaxpr: ClosedJaxpr) -> jax.Array:
-    [result] = jaxpr_as_fun(jaxpr)(*arrays)
-    return result
+def _run(*arrays: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:
+    return jaxpr_as_fun(jaxpr)(*arrays)
 
 
-def _never_run(*_: jax.Array, jaxpr: ClosedJaxpr) -> jax.Array:
-    [result] = jaxpr.out_avals
-    return jnp.zeros(result.shape, result.dtype)
+def _never_run(*_: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:
+    return [jnp.zeros(result.shape, result.dtype) for result in jaxpr.out_avals]
 
 
 def _batch(
     arrays: tuple[jax.Array, ...], axes: tuple[int | None, ...], *, jaxpr: ClosedJaxpr
-) -> tuple[jax.Array, int]:
+) -> tuple[list[jax.Array], list[int]]:
     run = jax.vmap(functools.partial(_run, jaxpr=jaxpr), in_axes=axes)
-    return _cuda(run, *arrays), 0
+    results = _cuda(run, *arrays)
+    return results, [0] * len(results)
 
 
 _on_cuda = Primitive("on_cuda")
+_on_cuda.multiple_results = True
 _on_cuda.def_impl(_run)
-_on_cuda.def_effectful_abstract_eval(lambda *_, jaxpr: (jaxpr.out_avals[0], jaxpr.effects))
+_on_cuda.def_effectful_abstract_eval(lambda *_, jaxpr: (jaxpr.out_avals, jaxpr.effects))
 batching.primitive_batchers[_on_cuda] = _batch
-mlir.register_lowering(_on_cuda, mlir.lower_fun(_never_run, multiple_results=False))
-mlir.register_lowering(_on_cuda, mlir.lower_fun(_run, multiple_results=False), platform="cuda")
+mlir.register_lowering(_on_cuda, mlir.lower_fun(_never_run, multiple_results=True))
+mlir.register_lowering(_on_cuda, mlir.lower_fun(_run, multiple_results=True), platform="cuda")

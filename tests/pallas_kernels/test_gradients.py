@@ -7,42 +7,48 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from tests.kernel_cases import make_case
-from tests.kernel_gradient_contract import GradientContract, LongGradientContract
+from tests.kernel_gradient_contract import (
+    GradientContract,
+    KernelGradientContract,
+    LongGradientContract,
+)
 from tests.pallas_kernels.adapter import JaxAdapter, public_function
 
 
 class JaxGradients(JaxAdapter):
-    def gradients(self, case, weights, packed=False, **options):
+    def gradients(self, case, weights, packed=False, angles=True, **options):
         options = {"implementation": self.implementation, **options}
         function = public_function(packed, options)
 
         @jax.jit
-        def gradients(cu_seqlens, *arguments):
-            _, pull = jax.vjp(lambda *x: function(*x, cu_seqlens), *arguments)
+        def gradients(rest, *arguments):
+            _, pull = jax.vjp(lambda *x: function(*x, *rest), *arguments)
             return pull(jnp.asarray(weights))
 
-        *arguments, cu_seqlens = map(jnp.asarray, case.packed if packed else case.separate)
-        return [np.array(x) for x in gradients(cu_seqlens, *arguments)]
+        arguments = list(map(jnp.asarray, case.packed if packed else case.separate))
+        wanted = len(arguments) - (1 if angles else 3)
+        return [np.array(x) for x in gradients(arguments[wanted:], *arguments[:wanted])]
 
     def curvature(self, case, weights, direction, **options):
         function = public_function(False, {"implementation": self.implementation, **options})
-        *arguments, cu_seqlens = map(jnp.asarray, case.separate)
+        arguments = list(map(jnp.asarray, case.separate))
+        arguments, rest = arguments[: len(direction)], arguments[len(direction) :]
 
         def along(scalar):
             def value(*arguments):
-                gradients = jax.grad(scalar, argnums=tuple(range(5)))(*arguments)
+                gradients = jax.grad(scalar, argnums=tuple(range(len(direction))))(*arguments)
                 return sum((g * d).sum() for g, d in zip(gradients, direction, strict=True))
 
             return value
 
         def total(*arguments):
-            return (function(*arguments, cu_seqlens) * weights).sum()
+            return (function(*arguments, *rest) * weights).sum()
 
         compiled = jax.jit(along(along(total)))
         return float(compiled(*arguments))
 
 
-class TestKernel(JaxGradients, GradientContract):
+class TestKernel(JaxGradients, KernelGradientContract):
     implementation = "kernel"
 
 

@@ -42,6 +42,7 @@ from tests.triton_kernels.machine_code import (
 )
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
 from triton_kernels import attention
+from triton_kernels.launching import backward as backward_module
 from triton_kernels.launching import choose as launch_module
 from triton_kernels.launching import fast_path
 from triton_kernels.launching.rotate_in_order import rotate_in_order
@@ -192,6 +193,11 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
             with launch_module.launching_by(launch_module._PACKAGED, warp_specialized=False):
                 torch.ops.fused_rope_attention.qkvpacked(*arguments)
             del recorded[-2]  # the rotation again
+        bound, scale, _, implementation = arguments[4:]
+        if backward_module.has_backward(dtype, variant.head_dim, bound):
+            grad, needed = torch.empty_like(qkv[:, 0]), [True, False, False]
+            backward = grad, [*arguments[:3]], cu_seqlens, bound, scale, implementation, needed
+            torch.ops.fused_rope_attention.backward(*backward)
         if variant.max_seqlen == STREAM and variant.fuse == "auto":
             qk = qkv.view(TOKENS, 3 * HEADS, variant.head_dim)[:, : 2 * HEADS]
             rotate_in_order(qk, qk, angles, angles)

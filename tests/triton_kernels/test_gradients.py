@@ -8,8 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import triton_kernels
+from compare.stress.guards import guarded, guarded_results, intact
 from tests.kernel_cases import make_case
-from tests.kernel_gradient_contract import GradientContract, LongGradientContract
+from tests.kernel_gradient_contract import (
+    GradientContract,
+    KernelGradientContract,
+    LongGradientContract,
+)
 from tests.triton_kernels.adapter import (
     TorchAdapter,
     interpreted_nan,
@@ -17,36 +22,102 @@ from tests.triton_kernels.adapter import (
     to_numpy,
     to_torch,
 )
+from triton_kernels import operators
 
 
 class TorchGradients(TorchAdapter):
-    def gradients(self, case, weights, packed=False, **options):
+    def gradients(self, case, weights, packed=False, angles=True, **options):
+        """With NaN around every input, and in and around every gradient beforehand."""
         *arguments, cu_seqlens = map(to_torch, case.packed if packed else case.separate)
-        arguments = [x.requires_grad_() for x in arguments]
+        arguments = [guarded(x)[0].detach() for x in arguments]
+        wanted = [x.requires_grad_() for x in (arguments if angles else arguments[:-2])]
         options = {"implementation": self.implementation, **options}
-        with interpreted_nan():
+        weights, _ = guarded(to_torch(weights))
+        with interpreted_nan(), guarded_results() as results:
             result = public_function(packed)(*arguments, cu_seqlens, **options)
-        return [to_numpy(x) for x in torch.autograd.grad(result, arguments, to_torch(weights))]
+            found = torch.autograd.grad(result, wanted, weights)
+        assert all(map(intact, results))
+        assert all(x.is_contiguous() for x in found)
+        return [to_numpy(x) for x in found]
 
     def curvature(self, case, weights, direction, **options):
         *arguments, cu_seqlens = map(to_torch, case.separate)
-        arguments = [x.requires_grad_() for x in arguments]
+        wanted = [x.requires_grad_() for x in arguments[: len(direction)]]
         direction = list(map(to_torch, direction))
         attend = public_function(False)
         result = attend(*arguments, cu_seqlens, implementation=self.implementation, **options)
         for _ in range(2):
-            gradients = torch.autograd.grad(result, arguments, to_torch(weights), create_graph=True)
+            gradients = torch.autograd.grad(result, wanted, to_torch(weights), create_graph=True)
             result = sum((g * d).sum() for g, d in zip(gradients, direction, strict=True))
             weights = np.ones((), np.float32)
         return result.item()
 
 
-class TestKernel(TorchGradients, GradientContract):
+class TestKernel(TorchGradients, KernelGradientContract):
     implementation = "kernel"
 
 
 class TestReference(TorchGradients, GradientContract, LongGradientContract):
     implementation = "reference"
+
+
+def by_kernel(packed, *arguments, weights=None, **options):
+    """The gradients in q, k and v, or qkv, of a kernel's result."""
+    *qkv, cos, sin, cu_seqlens = arguments
+    qkv = [x.detach().requires_grad_() for x in qkv]
+    options = {"implementation": "kernel", "max_seqlen": 16, **options}
+    out = public_function(packed)(*qkv, cos, sin, cu_seqlens, **options)
+    return torch.autograd.grad(out.sum() if weights is None else out, qkv, weights)
+
+
+@pytest.mark.parametrize("moved", ["qkv", "cos", "sin", "weights"])
+def test_gradients_do_not_depend_on_where_tensors_begin(moved):
+    """At a multiple of 16 bytes or not: a kernel reads copies of those that do not."""
+    case = make_case((9, 14), head_dim=24, rotary_dim=20)
+    tensors = dict(
+        zip(("qkv", "cos", "sin", "cu_seqlens"), map(to_torch, case.packed), strict=True)
+    )
+    tensors["weights"] = torch.ones_like(tensors["qkv"][:, 0])
+    weights = tensors["weights"]
+    expected = by_kernel(True, *list(tensors.values())[:-1], weights=weights)
+    tensors[moved] = guarded(tensors[moved], guard=4097)[0]
+    *arguments, weights = tensors.values()
+    [found], [expected] = by_kernel(True, *arguments, weights=weights), expected
+    assert torch.equal(found, expected)
+
+
+def test_gradients_of_strided_tensors():
+    """Also the result's, which is expanded from one number or lies tokens inside."""
+    q, k, v, *rest = map(to_torch, make_case((9, 14), head_dim=16).separate)
+    weights = torch.randn_like(q)
+    expected = [by_kernel(False, q, k, v, *rest, weights=x) for x in (torch.ones_like(q), weights)]
+    wide = torch.stack([q, k, v], dim=2).flatten(2)  # [tokens, heads, 3 head_dim]
+    strided = *wide.split(16, dim=2), *rest
+    within = weights.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    found = [by_kernel(False, *strided), by_kernel(False, *strided, weights=within)]
+    for x, y in zip(sum(found, ()), sum(expected, ()), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_gradients_of_a_segment_that_no_tile_holds_are_written(monkeypatch):
+    """As NaN, whatever the memory held."""
+    case = make_case((9, 70), head_dim=24, dtype="float32")
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    for gradient in by_kernel(False, *map(to_torch, case.separate)):
+        assert gradient[:9].isfinite().all()
+        assert gradient[9:].isnan().all()
+
+
+def test_gradients_of_windows_do_not_go_through_the_reference(monkeypatch):
+    """Neither where the bound is read from cu_seqlens, nor where some need none."""
+    q, k, v, *rest = map(to_torch, make_case((9, 14), head_dim=16).separate)
+    expected = by_kernel(False, q, k, v, *rest)
+    monkeypatch.setattr(operators, "rope_attention_reference", None)
+    found = by_kernel(False, q, k, v, *rest, max_seqlen=None)
+    assert all(map(torch.equal, found, expected))
+    k.requires_grad_()
+    out = public_function(False)(q, k, v, *rest, max_seqlen=16, implementation="kernel")
+    assert torch.equal(torch.autograd.grad(out.sum(), k)[0], expected[1])
 
 
 def test_only_what_requires_a_gradient_gets_one():

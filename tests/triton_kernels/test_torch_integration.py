@@ -33,14 +33,17 @@ def test_operators_are_registered_as_pytorch_asks(packed, requires_grad, impleme
 
 
 @both_forms
-def test_the_backward_operator_is_registered_as_pytorch_asks(packed):
+@pytest.mark.parametrize("implementation", ["reference", "kernel"])
+def test_the_backward_operator_is_registered_as_pytorch_asks(packed, implementation):
     *tensors, cu_seqlens = arguments_of(packed)
     *qkv, cos, sin = tensors
     qkv = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in qkv]  # dense, but tokens inside
     grad = torch.ones_like(tensors[0][:, 0] if packed else tensors[0])
-    operator = torch.ops.fused_rope_attention.backward.default
-    arguments = (grad, [*qkv, cos, sin], cu_seqlens, 0.25, [True] * len(tensors))
-    torch.library.opcheck(operator, arguments)
+    needed = [True] * len(qkv) + [implementation == "reference"] * 2
+    arguments = (grad, [*qkv, cos, sin], cu_seqlens, 16, 0.25, implementation, needed)
+    for name in ("backward", "backward_waiting"):
+        operator = getattr(torch.ops.fused_rope_attention, name)
+        torch.library.opcheck(operator.default, arguments)
 
 
 def attend(packed, *arguments, **options):
@@ -175,14 +178,16 @@ def test_fake_tensors_tell_shape_dtype_and_layout(packed):
 # By mode="reduce-overhead" for instance: in a capture nothing may wait for the GPU.
 @both_forms
 @pytest.mark.parametrize(
-    ("options", "waits"),
+    ("options", "angles", "waits"),
     [
-        ({"max_seqlen": 16}, False),
-        ({"max_seqlen": None}, True),
-        ({"max_seqlen": 16, "implementation": "reference"}, True),
+        ({"max_seqlen": 16}, False, (False, False)),
+        ({"max_seqlen": 16}, True, (False, True)),
+        ({"max_seqlen": 4096}, False, (False, True)),
+        ({"max_seqlen": None}, False, (True, True)),
+        ({"max_seqlen": 16, "implementation": "reference"}, False, (True, True)),
     ],
 )
-def test_a_compiler_is_told_what_no_cuda_graph_can_hold(packed, options, waits):
+def test_a_compiler_is_told_what_no_cuda_graph_can_hold(packed, options, angles, waits):
     torch.compiler.reset()
     found = []
 
@@ -192,12 +197,11 @@ def test_a_compiler_is_told_what_no_cuda_graph_can_hold(packed, options, waits):
         return make_boxed_func(graph)
 
     backend = aot_autograd(fw_compiler=collect, bw_compiler=collect)
-    arguments = arguments_of(packed, requires_grad=True)
+    *arguments, cos, sin, cu_seqlens = arguments_of(packed, requires_grad=True)
+    angles = [x.requires_grad_(angles) for x in (cos, sin)]
     compiled = torch.compile(lambda *x: attend(packed, *x, **options), backend=backend)
-    compiled(*arguments).sum().backward()
-    forward, backward = (torch.Tag.cudagraph_unsafe in operator.tags for operator in found)
-    assert forward == waits
-    assert backward, "gradients run through the reference"
+    compiled(*arguments, *angles, cu_seqlens).sum().backward()
+    assert tuple(torch.Tag.cudagraph_unsafe in operator.tags for operator in found) == waits
 
 
 @EMPTY_GRAPH

@@ -160,6 +160,17 @@ def load_pairs(x_ptr, stride, rows, row_mask, FIRST: tl.constexpr, WIDTH: tl.con
 
 
 @triton.jit
+def store_pairs(x_ptr, stride, rows, row_mask, x, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+                HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
+    """The inverse of load_pairs."""
+    pair, first, distance = pair_columns(FIRST // 2, WIDTH // 2, HEAD_DIM, ROTARY_DIM)
+    mask = tile_mask(row_mask, pair, (FIRST + WIDTH) // 2, HEAD_DIM // 2)
+    ptr = x_ptr + offsets(rows, stride, first)
+    tl.store(ptr, x[0], mask=mask)
+    tl.store(ptr + distance, x[1], mask=mask)
+
+
+@triton.jit
 def rotate_pairs(x, cos, sin):
     """Both halves rotated in fp32: x1 c - x2 s, x2 c + x1 s."""
     x1, x2 = x[0].to(tl.float32), x[1].to(tl.float32)
@@ -206,3 +217,13 @@ def rotary_tile(x, cos, sin, ROTATE: tl.constexpr):
         return cast(tl.interleave(y1, y2), x[0].dtype)
     else:
         return x
+
+
+@triton.jit
+def rotate_back(y, cos, sin, dtype: tl.constexpr):
+    """The two halves of a tile in paired order, by the opposite angles: what a gradient of
+    rotary_tile's result is to its argument. fp32 y; the halves are of dtype.
+    """
+    pairs = tl.split(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]))
+    x1, x2 = rotate_pairs(pairs, cos, -sin)
+    return cast(x1, dtype), cast(x2, dtype)

@@ -134,7 +134,7 @@ def _plan(
     *qkv, cos, sin, cu_seqlens = (TensorForm(*x) for x in form)
     packed = len(qkv) == 1
     part = qkv[0].strides[1] * qkv[0].dtype.itemsize if packed else 0
-    q, k, v = [_part(qkv[0])] * 3 if packed else qkv
+    q, k, v = [part_of(qkv[0])] * 3 if packed else qkv
     tokens, heads, head_dim = v.shape
     rotations = []
 
@@ -195,7 +195,7 @@ def launch_plan(
     return out if behind is None else launch_plan(behind, tensors, addresses, out)
 
 
-def _part(qkv: TensorForm) -> TensorForm:
+def part_of(qkv: TensorForm) -> TensorForm:
     """Q, K or V of a packed tensor, which lie alike."""
     (tokens, _, *head), (token_stride, _, *strides) = qkv.shape, qkv.strides
     return qkv._replace(shape=torch.Size((tokens, *head)), strides=(token_stride, *strides))

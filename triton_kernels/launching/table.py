@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-KERNELS = ("window", "stream", "rotating_stream", "rotate")
+KERNELS = ("window", "window_backward", "stream", "rotating_stream", "rotate")
 OPERANDS = ("half", "single", "unaligned")
 DEFAULT = "default"
 # What a row says in the file, and what it may say.
@@ -31,7 +31,9 @@ class Launch(NamedTuple):
     block: int  # rows of a query tile; in the rotate kernel of its only tile
     block_k: int  # rows of a key tile; in the rotate kernel heads of a program
     num_warps: int  # of a program
-    num_stages: int  # of the loads that Triton pipelines
+    # Of the loads that Triton pipelines. The window backward kernel has no loop: it loads all at
+    # once (1), or each tile in front of its products (more), which keeps fewer at a time.
+    num_stages: int
     # Upper bound on a thread's registers, of which fewer let more programs share a multiprocessor;
     # None: the compiler's choice. XLA, where it compiles Pallas' kernels, takes no bound.
     maxnreg: int | None = None
@@ -100,7 +102,8 @@ class Row:
             elif name in ("block", "block_k", "num_warps") and value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}")
         # A window has to fit into its tile.
-        if values["kernel"] == "window" and values.get("max_length", 1 << 30) > values["block"]:
+        window = values["kernel"].startswith("window")
+        if window and values.get("max_length", 1 << 30) > values["block"]:
             raise ValueError(f"a window's max_length must be given and at most block, in {values}")
         launch = {name: values[name] for name in Launch._fields if name in values}
         others = {name: values[name] for name in values.keys() - launch.keys()}

@@ -38,9 +38,12 @@ def gpu(request, monkeypatch):
 
 def lower(
     head_dim=80, rotary_dim=None, dtype=jnp.bfloat16, packed=True, heads=HEADS, tokens=TOKENS,
-    **options,
+    through=lambda function: function, **options,
 ):  # fmt: skip
-    """The module that JAX would give to a GPU's compiler, as text."""
+    """The module that JAX would give to a GPU's compiler, as text.
+
+    through: makes what is lowered of the function.
+    """
     angles = jax.ShapeDtypeStruct((tokens, (rotary_dim or head_dim) // 2), jnp.float32)
     cu_seqlens = jax.ShapeDtypeStruct((SEGMENTS + 1,), jnp.int32)
     if packed:
@@ -49,7 +52,8 @@ def lower(
     else:
         function = pallas_kernels.fused_rope_attention
         qkv = (jax.ShapeDtypeStruct((tokens, heads, head_dim), dtype),) * 3
-    function = jax.jit(functools.partial(function, **{"implementation": "kernel"} | options))
+    function = functools.partial(function, **{"implementation": "kernel"} | options)
+    function = jax.jit(through(function))
     with cuda_device():
         traced = function.trace(*qkv, angles, angles, cu_seqlens)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -72,6 +76,34 @@ def test_every_head_dim(head_dim):
     assert kernels(lower(head_dim, max_seqlen=WINDOW, fuse="qk")) == 1
     if head_dim in (8, 24, 64, 72, 80, 96, 128, 200, 256):
         assert kernels(lower(head_dim, max_seqlen=STREAM, fuse="q")) == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "rotary_dim", "max_seqlen", "packed"),
+    [
+        (jnp.bfloat16, 80, None, 64, True),
+        (jnp.bfloat16, 72, 70, 16, False),
+        (jnp.float16, 256, 128, 64, False),
+        (jnp.float16, 128, None, 128, True),
+        (jnp.float32, 8, None, 32, True),
+    ],
+)
+def test_gradients(gpu, dtype, head_dim, rotary_dim, max_seqlen, packed):
+    """Those in q, k and v by one kernel, without the result, and without the angles' beside it."""
+
+    def gradients(function):
+        def pulled(*arguments):
+            qkv, rest = arguments[:-3], arguments[-3:]
+            result, pull = jax.vjp(lambda *x: function(*x, *rest), *qkv)
+            return pull(jnp.ones_like(result))
+
+        return pulled
+
+    options = {"packed": packed, "max_seqlen": max_seqlen, "through": gradients}
+    module = lower(head_dim, rotary_dim, dtype, **options)
+    assert kernels(module) == 1
+    assert "window_backward_kernel" in module
+    assert "stablehlo.while" not in module
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 40), (80, 70), (72, 66), (128, 2)])
