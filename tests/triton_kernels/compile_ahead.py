@@ -180,7 +180,8 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
     qkv = qkv.view(TOKENS, 3, HEADS, variant.head_dim)
     angles = torch.empty(TOKENS, (variant.rotary_dim or variant.head_dim) // 2)
     cu_seqlens = torch.zeros(SEGMENTS + 1, dtype=torch.int32)
-    arguments = qkv, angles, angles, cu_seqlens, variant.max_seqlen, 0.1, variant.fuse, "kernel"
+    tensors, bound, scale = (qkv, angles, angles), variant.max_seqlen, 0.1
+    arguments = *tensors, cu_seqlens, bound, scale, variant.fuse, "kernel", False
     fast_path.plans.clear()  # another GPU's, which none knows of here
     with (
         recording() as recorded,
@@ -193,11 +194,10 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
             with launch_module.launching_by(launch_module._PACKAGED, warp_specialized=False):
                 torch.ops.fused_rope_attention.qkvpacked(*arguments)
             del recorded[-2]  # the rotation again
-        bound, scale, _, implementation = arguments[4:]
         if backward_module.has_backward(dtype, variant.head_dim, bound):
             grad, needed = torch.empty_like(qkv[:, 0]), [True, False, False]
-            backward = grad, [*arguments[:3]], cu_seqlens, bound, scale, implementation, needed
-            torch.ops.fused_rope_attention.backward(*backward)
+            options = cu_seqlens, bound, scale, "kernel", needed
+            torch.ops.fused_rope_attention.backward(grad, [*tensors], *options)
         if variant.max_seqlen == STREAM and variant.fuse == "auto":
             qk = qkv.view(TOKENS, 3 * HEADS, variant.head_dim)[:, : 2 * HEADS]
             rotate_in_order(qk, qk, angles, angles)

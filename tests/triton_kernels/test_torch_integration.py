@@ -29,7 +29,7 @@ def arguments_of(packed, lengths=(5, 9), requires_grad=False, dtype="float32"):
 def test_operators_are_registered_as_pytorch_asks(packed, requires_grad, implementation):
     operator = getattr(torch.ops.fused_rope_attention, "qkvpacked" if packed else "varlen")
     arguments = arguments_of(packed, requires_grad=requires_grad)
-    torch.library.opcheck(operator.default, (*arguments, 16, 0.25, "auto", implementation))
+    torch.library.opcheck(operator.default, (*arguments, 16, 0.25, "auto", implementation, False))
 
 
 @both_forms
