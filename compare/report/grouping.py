@@ -10,7 +10,13 @@ KERNELS = ("triton", "pallas")
 OURS = (*KERNELS, "pallas by XLA", "torch", "flax", "accelerated", "accelerated, compiled")
 
 # Of a part's times: the unit and its microseconds.
-UNITS = {"kernels": ("µs", 1.0), "towers": ("ms", 1e3), "integration": ("ms", 1e3)}
+_KERNELS, _TOWERS = ("µs", 1.0), ("ms", 1e3)
+UNITS = {
+    "kernels": _KERNELS,
+    "invariance": _KERNELS,
+    "towers": _TOWERS,
+    "integration": _TOWERS,
+}
 
 RecordDict = dict[str, Any]
 Column = dict[str, RecordDict]  # a workload's records that have a timing, by implementation

@@ -305,13 +305,13 @@ def _fusion(measured: Results) -> _Section:
 
 
 def _timings(measured: Results, family: str, workloads: Sequence[str]) -> _Section:
-    remarks = [_REMARKS[family]] if family in _REMARKS else []
     title = "" if family == measured.part else _title(family)
-    text = "\n\n".join([*tables.timing_tables(measured, workloads), *remarks])
-    if measured.part == "invariance":  # the family's chart is that of the kernels
-        return _Section(text, title)
+    times = tables.timing_tables(measured, workloads)
+    if measured.part == "invariance":  # the family's remarks and chart are those of the kernels
+        return _Section("\n\n".join(times), title)
+    remarks = [_REMARKS[family]] if family in _REMARKS else []
     return _Section(
-        text,
+        "\n\n".join([*times, *remarks]),
         title,
         f"{family}.svg",
         lambda charts, path: charts.timing_chart(measured, workloads, _title(family), path),

@@ -31,6 +31,8 @@ _COUNTERPART = {
     ("towers", "torch"): "torch",
     ("towers", "jax"): "flax",
     ("integration", "torch"): "accelerated",
+    ("invariance", "torch"): "triton",
+    ("invariance", "jax"): "pallas",
 }
 
 
@@ -139,6 +141,8 @@ def timing_tables(results: Results, workloads: Sequence[str]) -> list[str]:
     columns = [timed(results, workload) for workload in workloads]
     names = ranking(results, workloads)
     found = [_medians(results, workloads, columns, names)]
+    if results.part == "invariance":
+        return found
     if results.part == "kernels":
         columns = [_ratios(results, workload) for workload in workloads]
         ratios = dict.fromkeys(name for column in columns for name in column)

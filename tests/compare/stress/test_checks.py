@@ -154,7 +154,7 @@ class ByEights(Wrong):
         starts = arguments[-1].tolist()
         for start, end in itertools.pairwise(starts):
             out[start:end] *= 1 + start % 8 * 2**-8
-        out[::16, :, 0] *= 1 + 2**-8 * arguments[0].isnan().any()
+        out[::16, :, 0] *= 1 + 2**-7 * arguments[0].isnan().any()
         return out
 
 
