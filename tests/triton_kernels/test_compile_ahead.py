@@ -47,11 +47,13 @@ SERIAL = {
 KNOWN = {
     ("3.9.0", "sm_90, 80, bfloat16, max 64, rotary 70"),
     *SERIAL,
+    *((version, "sm_90, 80, bfloat16, max 64, rotary 70") for version in ("3.6.0", "3.7.1")),
+    ("3.6.0", "sm_90, 120, bfloat16, max 64, rotary 90"),
     ("3.6.0", "sm_90, 96, bfloat16, max 9216"),
     ("3.7.1", "sm_90, 96, bfloat16, max 9216"),
     ("3.7.1", "sm_90, 120, bfloat16, max 64, rotary 90"),
     ("3.9.0", "sm_90, 120, bfloat16, max 64, rotary 90"),
-    ("3.9.0", "sm_90, 128, bfloat16, max 128"),
+    *((version, "sm_90, 128, bfloat16, max 128") for version in ("3.7.1", "3.9.0")),
 }
 
 
