@@ -125,7 +125,9 @@ def window_backward_kernel(
         factor = scale_log2 * LN_2
         if dtype == jnp.float16:
             # Loss scaling takes gradients to where fp16 ends: 1 stands for the tile's largest.
-            largest = jnp.maximum(jnp.max(jnp.max(jnp.abs(s_grad), axis=1), axis=0), 1e-30)
+            # (For sm_100 Triton 3.6 and 3.7 reduce no vector to a number here: [1, 1].)
+            largest = jnp.max(jnp.abs(s_grad), axis=1, keepdims=True)
+            largest = jnp.maximum(jnp.max(largest, axis=0, keepdims=True), 1e-30)
             s_grad *= 1.0 / largest
             factor *= largest
         s_grad = s_grad.astype(dtype)

@@ -45,13 +45,14 @@ SERIAL = {
 # which are loaded element by element. At 96 columns the warp-specialized kernel has 20 wait in
 # memory outside of loops, by versions before 3.9.
 KNOWN = {
-    ("3.9.0", "sm_90, 80, bfloat16, max 64, rotary 70"),
+    *((v, "sm_90, 80, bfloat16, max 64, rotary 70") for v in ("3.6.0", "3.7.1", "3.9.0")),
     *SERIAL,
+    ("3.6.0", "sm_90, 120, bfloat16, max 64, rotary 90"),
     ("3.6.0", "sm_90, 96, bfloat16, max 9216"),
     ("3.7.1", "sm_90, 96, bfloat16, max 9216"),
     ("3.7.1", "sm_90, 120, bfloat16, max 64, rotary 90"),
     ("3.9.0", "sm_90, 120, bfloat16, max 64, rotary 90"),
-    ("3.9.0", "sm_90, 128, bfloat16, max 128"),
+    *((v, "sm_90, 128, bfloat16, max 128") for v in ("3.7.1", "3.9.0")),
 }
 
 

@@ -146,9 +146,11 @@ def window_backward_kernel(
         factor = scale_log2 * LN_2
         if dtype == tl.float16:
             # Loss scaling takes gradients to where fp16 ends: 1 stands for the tile's largest.
-            largest = tl.maximum(tl.max(tl.max(tl.abs(s_grad), 1), 0), 1e-30)
+            # (For sm_100 Triton 3.6 and 3.7 reduce no vector to a number here: [1, 1].)
+            largest = tl.max(tl.max(tl.abs(s_grad), 1, keep_dims=True), 0, keep_dims=True)
+            largest = tl.maximum(largest, 1e-30)
             s_grad = s_grad * (1.0 / largest)
-            factor *= largest
+            factor = factor * largest
         s_grad = cast(s_grad, dtype)
         p = cast(p, dtype)
 
