@@ -19,7 +19,8 @@ HEADS, HEAD_DIM = 4, 80
 LENGTHS = {"windows": 64, "stream": 256, "hopper_stream": 1024}
 # How many addresses a kernel takes, in front of its numbers.
 ADDRESSES = {"window_kernel": 7, "stream_kernel": 7, "hopper_stream_kernel": 2, "rotate_kernel": 4}
-# Bytes within which two addresses are in the same memory: that of any tensor is longer.
+# Bytes within which two addresses are in the same memory: that of any tensor but cu_seqlens is
+# longer, behind which others may lie by chance.
 NEAR = 2048
 
 
@@ -79,7 +80,7 @@ def named(launched, tensors):
         if address in names:
             return names[address]
         for near, given in names.items():  # K behind Q in a row of both
-            if 0 < address - near < NEAR:
+            if 0 < address - near < NEAR and near != tensors[-1].data_ptr():
                 return f"{given}, byte {address - near}"
         return names.setdefault(address, f"new {len(names)}")
 
