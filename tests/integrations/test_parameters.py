@@ -302,7 +302,12 @@ def test_operands_have_rows_filled_up_with_zeros(dtype, tokens, channels, width,
     x, *layers, down = (
         torch.randn(size, generator=generator).to(DEVICE, dtype) for size in (*sizes, (rows, width))
     )
-    layers[0] = torch.cat([layers[0].flatten()[:1], layers[0].flatten()])[1:].view(width, channels)
+    mlp._aligned_operands(x, *layers, down)
+    # Tensors that begin anywhere, as in one flat buffer, where others have been before.
+    x, *layers, down = (
+        torch.cat([each.flatten()[:1], each.flatten()])[1:].view(each.shape)
+        for each in (x, *layers, down)
+    )
     hidden, weight = mlp._aligned_operands(x, *layers, down)
     assert "kernel" in aligned
     assert hidden.shape[1] == weight.shape[1] == mlp.aligned_width(down) > width

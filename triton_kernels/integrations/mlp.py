@@ -128,7 +128,9 @@ def _aligned_operands(
         [tokens, stored] and [rows, stored], stored being `aligned_width`.
     """
     (tokens, channels), (rows, width) = x.shape, down_weight.shape
-    form = x.dtype, x.device, tokens, rows, channels, width
+    read = gate_bias.data_ptr(), up_bias.data_ptr(), down_weight.data_ptr()
+    at_16 = (read[0] | read[1] | read[2]) % _ACCEPTED == 0
+    form = x.dtype, x.device, tokens, rows, channels, width, at_16
     call = plans.get(form)
     if call is None:
         call = plans[form] = _call(*form) if runs_kernel(x) else _NO_CALL
@@ -138,14 +140,14 @@ def _aligned_operands(
     stored = aligned_width(down_weight)
     hidden, weight = x.new_empty(tokens, stored), x.new_empty(rows, stored)
     described = *map(_described, (x, gate_weight, up_weight)), hidden
-    read = gate_bias, up_bias, down_weight, weight
-    addresses = [each.data_ptr() for each in read], [each.data_ptr() for each in described]
+    tensors = *described, gate_bias, up_bias, down_weight, weight
+    addresses = (*read, weight.data_ptr()), [each.data_ptr() for each in described]
     # Triton launches on the current device. Asking for it takes less than to set it.
     if call.device is None or call.device == torch.cuda.current_device():
-        launch_kernel(call, (*described, *read), *addresses)
+        launch_kernel(call, tensors, *addresses)
     else:
         with torch.cuda.device(call.device):
-            launch_kernel(call, (*described, *read), *addresses)
+            launch_kernel(call, tensors, *addresses)
     return hidden, weight
 
 
@@ -174,6 +176,7 @@ def _call(
     rows: int,
     channels: int,
     width: int,
+    at_16: bool,
 ) -> Call:
     stored = _aligned(width, dtype.itemsize)
     kernel, block, depth = aligned_operands_kernel, _LAUNCH.block, _LAUNCH.block_k
@@ -185,7 +188,7 @@ def _call(
     )
     constants = channels, width, stored, rows, block, depth, _GROUP, _COPIED
     constants = *constants, next_power_of_2(stored)
-    binary = binary_of(kernel, dtype, device, constants, _LAUNCH)
+    binary = binary_of(kernel, dtype, device, constants, _LAUNCH) if at_16 else None
     programs = _INTERPRETED_PROGRAMS
     if device.type == "cuda":
         programs = torch.cuda.get_device_properties(device).multi_processor_count
