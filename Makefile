@@ -35,8 +35,8 @@ EXTRAS_gpu := cuda,test
 compare: setup
 	$(BIN)/python -m compare $(if $(RESULTS),--results '$(RESULTS)')
 
-# A file's tests share what they compile: they run in one process.
-PYTEST := -m pytest -n auto --dist loadfile
+# A class's tests share what they compile, and so do a file's without one: they run in one process.
+PYTEST := -m pytest -n auto --dist loadscope
 
 test: setup
 	$(BIN)/python $(PYTEST)

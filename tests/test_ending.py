@@ -65,7 +65,7 @@ def start(folder, files, limits):
     environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | limits
     command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "tests.ending"]
     return subprocess.Popen(
-        [*command, "-n2", "--dist=loadfile", f"--rootdir={folder}", "-c", os.devnull, folder],
+        [*command, "-n2", "--dist=loadscope", f"--rootdir={folder}", "-c", os.devnull, folder],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment,
     )  # fmt: skip
 

@@ -106,7 +106,16 @@ class Forced(JaxAdapter):
 
 
 @pytest.mark.gpu
-class TestKernel(Forced, KernelContract, StressContract, HopperContract):
+class TestContract(Forced, KernelContract, HopperContract):
+    pass
+
+
+@pytest.mark.gpu
+class TestStress(Forced, StressContract):
+    pass
+
+
+class Contracts(Forced, KernelContract, StressContract):
     pass
 
 
@@ -115,7 +124,7 @@ LONG = {"max_seqlen": STREAM}
 
 
 # Of the contract what shows most in little time.
-@pytest.mark.skipif(not ON_CPU, reason="TestKernel runs all of it")
+@pytest.mark.skipif(not ON_CPU, reason="the classes above run all of it")
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
@@ -142,7 +151,7 @@ LONG = {"max_seqlen": STREAM}
     ],
 )  # fmt: skip
 def test_the_contract_in_the_interpreter(name, cases):
-    test = getattr(TestKernel(), f"test_{name}")
+    test = getattr(Contracts(), f"test_{name}")
     takes = inspect.signature(test).parameters
     for arguments in cases:
         test(**{k: v for k, v in (LONG | arguments).items() if k in takes})

@@ -156,7 +156,12 @@ class Forced(TorchAdapter):
 
 
 @pytest.mark.gpu
-class TestKernel(Forced, KernelContract, StressContract, HopperContract):
+class TestStress(Forced, StressContract):
+    pass
+
+
+@pytest.mark.gpu
+class TestContract(Forced, KernelContract, HopperContract):
     def test_it_is_what_runs(self, monkeypatch):
         launched = []
         run = plan.make_call
