@@ -14,6 +14,8 @@ import torch
 
 from compare.torch_tower.inputs import layout_arrays, layout_on_device, unflatten
 from flax_models import Layout
+from triton_kernels.integrations import recorder
+from triton_kernels.integrations.recorder import can_record
 
 # What a tower returns: its embeddings, or a tuple of them and of what goes with them.
 Outputs = torch.Tensor | tuple["Outputs", ...]
@@ -52,7 +54,7 @@ class GraphCache:
 
     def takes(self, tokens: int, device: torch.device) -> bool:
         """Whether a pass over so many tokens is to be recorded: it gains by it, and it can be."""
-        return tokens <= _RECORDED_TOKENS and _can_record(device)
+        return tokens <= _RECORDED_TOKENS and can_record(device)
 
     def clear(self) -> None:
         """Forget all recordings, as must be done when parameters move to other memory."""
@@ -100,11 +102,6 @@ class GraphCache:
             self._recordings.popitem(last=False)
 
 
-def _can_record(device: torch.device) -> bool:
-    """Whether there can be a graph, and nobody is recording one around it."""
-    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-
-
 @functools.lru_cache(maxsize=32)
 def _fixed(layout: Layout) -> tuple[str | int, ...]:
     """All that a recording fixes of a layout; remembered, as layouts are."""
@@ -112,50 +109,17 @@ def _fixed(layout: Layout) -> tuple[str | int, ...]:
     return (layout.output, *lengths, layout.max_frame_seqlen)
 
 
-class Recorder:
-    """Records passes on one GPU, into memory that they share, and has them take turns."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with torch.cuda.device(device):
-            self._memory = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream()
-            self._finished = torch.cuda.Event()
+class Recorder(recorder.Recorder):
+    """Records passes, with products that need no workspace."""
 
     def record(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        """Record a pass; returns its replay, and the tensors that each replay writes."""
-        with torch.cuda.device(self._device), _products_by_cublaslt():
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                # PyTorch keeps the workspace of a stream's first product for all later ones there,
-                # also for others who are given that stream: it must not be an empty one.
-                run()
-            with _no_cublas_workspace():
-                with torch.cuda.stream(self._stream):
-                    run()  # whatever is compiled or loaded at first use must be there
-                self._stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                # Other threads may go on allocating memory meanwhile.
-                with torch.cuda.graph(
-                    graph, self._memory, self._stream, capture_error_mode="thread_local"
-                ):
-                    outputs = run()
-        return graph.replay, outputs
+        """As every recorder does."""
+        with _products_by_cublaslt():
+            return super().record(run)
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """What is queued within runs after what was queued in the turn before."""
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.current_stream()
-            stream.wait_event(self._finished)
-            try:
-                yield
-            finally:  # what a failed turn had queued runs too
-                self._finished.record(stream)
-
-    def wait(self) -> None:
-        """Wait until the last turn has run."""
-        self._finished.synchronize()
+    def recorded_products(self) -> contextlib.AbstractContextManager[None]:
+        """Without a workspace."""
+        return _no_cublas_workspace()
 
 
 @contextlib.contextmanager

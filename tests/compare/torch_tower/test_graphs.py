@@ -65,7 +65,7 @@ def recorded(monkeypatch):
     """What has been recorded, on a machine without a GPU."""
     monkeypatch.setattr(CpuRecorder, "recorded", [])
     monkeypatch.setattr(torch_graphs, "Recorder", CpuRecorder)
-    monkeypatch.setattr(torch_graphs, "_can_record", lambda device: True)
+    monkeypatch.setattr(torch_graphs, "can_record", lambda device: True)
     return CpuRecorder.recorded
 
 
