@@ -13,7 +13,7 @@
   `fuse="auto"` means) by the `table` in `launches.json`, `plan` (all launches of a call), `launch`
   (one of them), `backward` (that of the gradients), `fast_path` (what is remembered, and the way
   around PyTorch's dispatcher), `descriptors` of tensors for the copy engine, `rotate_in_order`.
-- `integrations`, for Hugging Face's models.
+- `integrations`, for Hugging Face's models, and the recorder of CUDA graphs.
 
 `pallas_kernels` is its twin: the same rooms, and the same names for the same things.
 """

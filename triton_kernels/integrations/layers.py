@@ -48,7 +48,7 @@ def stand_in(module: nn.Module, role: type[StandIn]) -> None:
 
 def put_back(module: StandIn) -> None:
     """Have a module, which is intact, give up its role and be what it was."""
-    for name in ("form", "longest_window"):
+    for name in ("form", "longest_window", "recordings"):
         vars(module).pop(name, None)
     module.__class__ = module.own_class
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from triton_kernels.integrations.replay import PLANNED, ReplayedTower
 from triton_kernels.launching.choose import next_power_of_2
 
 try:
@@ -156,8 +157,12 @@ def plan_call(tower: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]
     geometry = Geometry.of(tower) if tensors and "cu_seqlens" not in given else None
     if geometry is None:
         return None
+    grid = tuple(map(tuple, grid_thw.tolist()))
     # Where the call computes: weights may lie elsewhere between calls.
-    return args, _plan(geometry, tuple(map(tuple, grid_thw.tolist())), patches.device) | kwargs
+    plan = _plan(geometry, grid, patches.device)
+    if PRECOMPUTED and len(given) == 2 and isinstance(tower, ReplayedTower):
+        return (patches,), plan | {"grid_thw": grid_thw, PLANNED: grid}
+    return args, plan | kwargs
 
 
 @functools.lru_cache(maxsize=_PLANS)

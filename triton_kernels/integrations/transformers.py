@@ -33,6 +33,7 @@ from triton_kernels.integrations.layers import (
 )
 from triton_kernels.integrations.mlp import AlignedMLP
 from triton_kernels.integrations.plan import longest_window, model_of, plan_call
+from triton_kernels.integrations.replay import Recordings, ReplayedTower
 from triton_kernels.integrations.spot_check import deviation
 
 try:
@@ -57,14 +58,15 @@ _ROLES = dict.fromkeys(RMS_NORMS, FusedRMSNorm) | dict.fromkeys(GATED_MLPS, Alig
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def accelerate(model: Model) -> Model:
+def accelerate(model: Model, *, cuda_graphs: bool = True) -> Model:
     """Run a model's vision tower on the fused attention kernel.
 
     The attention of every layer becomes `fused_rope_attention`, but for dropout in training; an MLP
     whose width shuts out the fast matrix kernels computes at an aligned width (3420 as 3456 in 16
     bits), which changes no result; RMSNorm becomes PyTorch's; rotary frequencies that are cast
     along with the model are computed in fp32 all the same; and what depends on the image sizes
-    alone is worked out once per size, not on every call.
+    alone is worked out once per size, not on every call. With transformers 5 a size that has come
+    three times among the last eight is recorded as a CUDA graph, and replayed in one launch.
 
     An attention is known by what its code says, not by its name: the forward, and the functions of
     its file that it calls, have to read like one that was tested; the layer has to hold nothing but
@@ -83,6 +85,10 @@ def accelerate(model: Model) -> Model:
         model: a Hugging Face model named in families.md, with or without its head, or one built
             around its vision tower, or the tower; bf16, fp16 or fp32, in training or not. One that
             is accelerated already stays as it is.
+        cuda_graphs: whether calls may be replayed: those in 16 bits, of up to 8192 patches, outside
+            of training, autocast, compilers and profilers, where no layer has a hook. A recording
+            is dropped when the tower changes in anything but its parameters' values. All of a tower
+            keep the memory of the largest one's call, and of each one's results.
 
     Returns:
         `model` itself.
@@ -96,7 +102,7 @@ def accelerate(model: Model) -> Model:
 
     After an error the model is as it was.
     """
-    _accelerate(_find_towers(model))
+    _accelerate(_find_towers(model), cuda_graphs)
     return model
 
 
@@ -119,12 +125,12 @@ def restore(model: Model) -> Model:
 
 
 @contextlib.contextmanager
-def accelerated(model: Model) -> Iterator[Model]:
+def accelerated(model: Model, *, cuda_graphs: bool = True) -> Iterator[Model]:
     """`accelerate` within a with statement, undone at its end unless the model came accelerated.
 
     Args and errors are those of `accelerate`, and at the end those of `restore`.
     """
-    changed = _accelerate(_find_towers(model))
+    changed = _accelerate(_find_towers(model), cuda_graphs)
     try:
         yield model
     finally:
@@ -168,20 +174,20 @@ def takes_segments(forward: Callable) -> bool:
     return "cu_seqlens" in parameters and not angles.isdisjoint(parameters)
 
 
-def _accelerate(towers: list[nn.Module]) -> list[nn.Module]:
+def _accelerate(towers: list[nn.Module], cuda_graphs: bool) -> list[nn.Module]:
     """Check all towers, then change those that are not accelerated; return these."""
     towers = [tower for tower in towers if not hasattr(tower, _HOOK)]
     forms = [_check(tower) for tower in towers]
     try:
         for tower, its_forms in zip(towers, forms, strict=True):
-            _change(tower, its_forms)
+            _change(tower, its_forms, cuda_graphs)
     except BaseException:  # an interrupt, for instance
         _restore(towers)
         raise
     return towers
 
 
-def _change(tower: nn.Module, forms: dict[nn.Module, Form]) -> None:
+def _change(tower: nn.Module, forms: dict[nn.Module, Form], cuda_graphs: bool) -> None:
     for index, (attention, form) in enumerate(forms.items()):
         stand_in(attention, FusedAttention)
         attention.form = form
@@ -192,6 +198,9 @@ def _change(tower: nn.Module, forms: dict[nn.Module, Form]) -> None:
         role = _role(module)
         if role is not None:
             stand_in(module, role)
+    if cuda_graphs:
+        stand_in(tower, ReplayedTower)
+        tower.recordings = Recordings()
     setattr(tower, _HOOK, tower.register_forward_pre_hook(plan_call, with_kwargs=True))
 
 
@@ -212,8 +221,8 @@ def _restore(towers: list[nn.Module]) -> None:
         for name, module in _stand_ins(tower):
             if not module.is_intact():
                 raise ValueError(
-                    f"{name} must be as accelerate left it, got a {type(module).__name__} that "
-                    "another library has changed: undo that before"
+                    f"{name or 'the tower'} must be as accelerate left it, got a "
+                    f"{type(module).__name__} that another library has changed: undo that before"
                 )
     for tower in towers:
         for _, module in _stand_ins(tower):

@@ -1,12 +1,10 @@
 """The PyTorch tower's recorded passes: on a CPU by a stand-in that runs them anew."""
 
-import contextlib
 import copy
 import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -24,6 +22,7 @@ from compare.torch_tower.graphs import GraphCache  # noqa: E402
 from flax_models import choose_bucket, plan_layout  # noqa: E402
 from flax_models.common.layout import OUTPUTS  # noqa: E402
 from tests.compare.torch_tower.torch_results import numpy, rows, tensors  # noqa: E402
+from tests.cpu_recorder import CpuRecorder  # noqa: E402
 from tests.random_calls import random_calls, tokens_of  # noqa: E402
 from tests.tower_checkpoints import (  # noqa: E402
     GRIDS,
@@ -34,39 +33,10 @@ from tests.tower_checkpoints import (  # noqa: E402
 from tests.tower_contract import FP32_TOLERANCE, relative_error, side_by_side  # noqa: E402
 
 
-class CpuRecorder:
-    """Stands for a GPU's: what is recorded runs anew, into the same tensors, at each replay."""
-
-    recorded: ClassVar[list] = []
-
-    def __init__(self, device):
-        assert device.type == "cpu"
-
-    def record(self, run):
-        outputs = run()
-        self.recorded.append(outputs)
-
-        def replay():
-            for written, computed in zip(tensors(outputs), tensors(run()), strict=True):
-                written.copy_(computed)
-
-        return replay, outputs
-
-    @contextlib.contextmanager
-    def turn(self):
-        yield
-
-    def wait(self):
-        pass
-
-
 @pytest.fixture
 def recorded(monkeypatch):
     """What has been recorded, on a machine without a GPU."""
-    monkeypatch.setattr(CpuRecorder, "recorded", [])
-    monkeypatch.setattr(torch_graphs, "Recorder", CpuRecorder)
-    monkeypatch.setattr(torch_graphs, "can_record", lambda device: True)
-    return CpuRecorder.recorded
+    return CpuRecorder.stand_in(monkeypatch, torch_graphs).recorded
 
 
 @pytest.fixture
