@@ -19,7 +19,7 @@ fi
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 XLA_PYTHON_CLIENT_ALLOCATOR=platform
 # XLA's trials of its own kernels compare results that nobody wrote.
 export XLA_FLAGS="--xla_gpu_autotune_level=0 ${XLA_FLAGS:-}"
-attention='TestKernel and (any_cu_seqlens or every_fusion or segments_of_every_kind'
+attention='(TestKernel or TestContract) and (any_cu_seqlens or every_fusion or segments_of_every_kind'
 attention+=' or test_every_head_dim or (many_lengths and 80))'
 kernels='window|stream|hopper_stream|rotate|gated|gated_product|norm_scale'
 gated='TestGated and (oracles_rounded_once or one_kernel_is_the_oracles)'
