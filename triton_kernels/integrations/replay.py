@@ -2,8 +2,8 @@
 
 32 layers are some 500 kernels, and at 448 px the host takes over three times as long to launch them
 as the GPU to run them. A recording reads parameters where they lie. So it counts only while the
-tower is what it was when it was recorded, and nobody wants to see the calls of its layers: every
-call asks for that, which takes the host half a millisecond.
+tower is what it was when it was recorded, and nobody wants to see the calls of its layers. Every
+call asks for that: the host, which takes a millisecond for it, has the time while the GPU works.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from triton_kernels.integrations.forms import foreign_home
 from triton_kernels.integrations.layers import StandIn
@@ -110,36 +111,47 @@ class Recordings:
         Returns:
             What `run` returns, in memory of its own.
         """
-        if _may_be_replayed(patches):
-            recorded = torch.is_grad_enabled()
-            with self._lock:
-                # What is made in inference mode could not be used outside it.
-                with torch.inference_mode(False), torch.no_grad():
-                    self._look_at(tower, patches.device)
-                    calls = self._state.is_hooked() or (recorded and self._state.is_trained())
-                    may_find = self._state.is_fixed and not calls
-                    recording = self._find(run, grid, patches, kwargs) if may_find else None
-                if recording is not None:
-                    with self._recorder.turn():
-                        return recording.replay(patches)
+        if not _is_unseen(patches):
+            return run(patches, **kwargs)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        size = grid, patches.shape, patches.dtype, patches.device, deterministic
+        with self._lock:
+            found = self._sizes.get(size)
+            if isinstance(found, _Recording) and self._state.lies_still():
+                outputs = self._replay(found, patches)
+                # Asked while the GPU works; what it reads is the tower's in any case.
+                if self._state.is_that_of(tower):
+                    self._sizes.move_to_end(size)
+                    return outputs
+            found = self._find(tower, run, size, patches, kwargs)
+            if found is not None:
+                return self._replay(found, patches)
         return run(patches, **kwargs)
 
-    def _look_at(self, tower: nn.Module, device: torch.device) -> None:
-        """Forget all that was recorded if the tower has changed since."""
-        if self._state is None or not self._state.is_that_of(tower, device):
-            self._forget(len(self._sizes))
-            self._state, self._recorder = _State(tower, device), None
+    def _replay(self, recording: "_Recording", patches: torch.Tensor) -> Any:
+        with self._recorder.turn():
+            return recording.replay(patches)
 
     def _find(
-        self, run: Callable, grid: Hashable, patches: torch.Tensor, kwargs: dict[str, Any]
+        self,
+        tower: nn.Module,
+        run: Callable,
+        size: Hashable,
+        patches: torch.Tensor,
+        kwargs: dict[str, Any],
     ) -> "_Recording | None":
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        size = grid, patches.shape, patches.dtype, deterministic
+        """The recording of a size, made where it is due; all are forgotten of another tower."""
+        device = patches.device
+        if self._state is None or self._state.device != device or not self._state.is_that_of(tower):
+            self._forget(len(self._sizes))
+            self._state, self._recorder = _State(tower, device), None
+        if not self._state.may_be_replayed():
+            return None
         found = self._sizes.pop(size, 0)
         if isinstance(found, int):
             found += 1
             if found == _CALLS:
-                self._recorder = self._recorder or Recorder(patches.device)
+                self._recorder = self._recorder or Recorder(device)
                 with contextlib.suppress(RuntimeError):  # of what waits for the GPU
                     found = _Recording(self._recorder, run, patches, kwargs)
         self._sizes[size] = found
@@ -153,8 +165,8 @@ class Recordings:
             self._sizes.popitem(last=False)
 
 
-def _may_be_replayed(patches: torch.Tensor) -> bool:
-    """Whether nobody would miss the call of a tower's operators, as far as it is seen here."""
+def _is_unseen(patches: torch.Tensor) -> bool:
+    """Whether nobody would miss a tower's operators, as far as it is seen here, and it gains."""
     return (
         len(patches) <= _MOST_TOKENS
         and can_record(patches.device)
@@ -167,56 +179,62 @@ class _State:
     """What a recording fixes of a tower, as it was when this was made.
 
     The tower itself is not held by it: with the last reference to a model its memory is free.
-
-    Attributes:
-        is_fixed: whether a call does nothing but what follows from that.
     """
 
     def __init__(self, tower: nn.Module, device: torch.device) -> None:
         modules = list(tower.modules())
         layers = modules[1:]  # the tower's own hooks are run around a replay
-        parts = ((vars(m), m._modules, m._parameters, m._buffers) for m in modules)
-        self._device = device
-        self._parts = [*itertools.chain(*parts), vars(tower.config)][1:]
-        self._hooks = [vars(m)[name] for m in layers for name in _HOOKS]
+        held = [vars(layer) for layer in layers] + [vars(tower.config)]
+        parts = ((m._modules, m._parameters, m._buffers) for m in modules)
+        self.device = device
         self._layers = layers
+        self._parts = held + [part for part in itertools.chain(*parts) if part]
+        self._hooks = [vars(layer)[name] for layer in layers for name in _HOOKS]
+        self._hooked, self._registered = True, -1
         tensors = (x for m in modules for x in (*m._parameters.values(), *m._buffers.values()))
         self._tensors = [x for x in tensors if x is not None]
-        # Kept, so that no other object takes on the identity of one of them.
         self._identities = list(map(id, self._holds(tower)))
+        # Kept, so that no other object takes on the identity of one of them.
         self._held = [x for x in self._holds(tower) if not isinstance(x, Recordings)]
         self._places = [x.data_ptr() for x in self._tensors if type(x) in _TENSORS]
-        self.is_fixed = (
+        self._is_fixed = (
             self._is_plain() and not tower.training and not any(map(_needs_calling, layers))
         )
 
-    def is_that_of(self, tower: nn.Module, device: torch.device) -> bool:
-        """Whether all is as it was, for calls on this device."""
-        return (
-            device == self._device
-            and list(map(id, self._holds(tower))) == self._identities
-            and [x.data_ptr() for x in self._tensors] == self._places
-        )
+    def is_that_of(self, tower: nn.Module) -> bool:
+        """Whether all is as it was."""
+        return self._is_in_place() and list(map(id, self._holds(tower))) == self._identities
 
-    def is_hooked(self) -> bool:
+    def lies_still(self) -> bool:
+        """Whether a replay, should it be right, may begin: all memory that it reads is there."""
+        return self.may_be_replayed() and self._is_in_place()
+
+    def may_be_replayed(self) -> bool:
+        """Whether a call does nothing but what follows from the tower as it was."""
+        if not self._is_fixed or self._is_hooked():
+            return False
+        return not (torch.is_grad_enabled() and any(x.requires_grad for x in self._tensors))
+
+    def _is_hooked(self) -> bool:
         """Whether somebody sees a layer's calls."""
-        return any(self._hooks) or _has_any_global_hook()
+        registered = RemovableHandle.next_id  # that many hooks there have been, of all modules
+        if self._hooked or registered != self._registered:
+            self._hooked, self._registered = any(self._hooks), registered
+        return self._hooked or _has_any_global_hook()
 
-    def is_trained(self) -> bool:
-        """Whether a parameter wants a gradient."""
-        return any(x.requires_grad for x in self._tensors)
+    def _is_in_place(self) -> bool:
+        return [x.data_ptr() for x in self._tensors] == self._places
 
     def _holds(self, tower: nn.Module) -> Iterator[Any]:
-        """All that the modules hold, and what their classes run."""
+        """All that the modules hold, and what they run."""
         held = itertools.chain.from_iterable(map(dict.values, self._parts))
-        classes = [type(tower), *map(type, self._layers)]
-        runs = (cls.forward for cls in set(classes))
-        return itertools.chain(vars(tower).values(), held, classes, runs)
+        runs = (type(module).forward for module in (tower, *self._layers))
+        return itertools.chain(vars(tower).values(), held, runs)
 
     def _is_plain(self) -> bool:
         """Whether all tensors lie on the device; products in fp32 follow settings of PyTorch's."""
         return all(
-            type(x) in _TENSORS and x.device == self._device and not x.is_neg()
+            type(x) in _TENSORS and x.device == self.device and not x.is_neg()
             and (x.itemsize <= 2 or not isinstance(x, nn.Parameter))
             for x in self._tensors
         )  # fmt: skip
