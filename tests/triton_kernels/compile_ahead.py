@@ -195,9 +195,14 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
             with launch_module.launching_by(launch_module._PACKAGED, warp_specialized=False):
                 torch.ops.fused_rope_attention.qkvpacked(*arguments)
             del recorded[-2]  # the rotation again
-        if backward_module.has_backward(dtype, variant.head_dim, bound):
+        if variant.fuse == "auto":
             grad, needed = torch.empty_like(qkv[:, 0]), [True, False, False]
-            options = cu_seqlens, bound, scale, "kernel", needed
+            kept = []
+            if backward_module.needs_lse(dtype, variant.head_dim, bound):
+                # A forward pass that keeps what the backward one needs, but for its rotation again.
+                kept = torch.ops.fused_rope_attention.qkvpacked_with_lse(*arguments)
+                del recorded[-2]
+            options = cu_seqlens, kept, bound, scale, "kernel", needed
             torch.ops.fused_rope_attention.backward(grad, [*tensors], *options)
         if variant.max_seqlen == STREAM and variant.fuse == "auto":
             qk = qkv.view(TOKENS, 3 * HEADS, variant.head_dim)[:, : 2 * HEADS]
@@ -218,7 +223,8 @@ def source(kernel: JITFunction, arguments: tuple) -> ASTSource:
     for i, (parameter, x) in enumerate(zip(kernel.params, arguments, strict=True)):
         name = parameter.name
         specialize = not (parameter.is_constexpr or parameter.do_not_specialize)
-        if parameter.is_constexpr or (specialize and isinstance(x, int) and x == 1):
+        is_one = specialize and isinstance(x, int) and x == 1
+        if parameter.is_constexpr or is_one or x is None:
             signature[name], constants[name] = "constexpr", x
             continue
         if hasattr(x, "block_shape"):
