@@ -246,11 +246,13 @@ def attend_again(q, k, v, again, descs, out_ptr, lse_ptr, visited, head, misfits
 def store_lse(lse_ptr, first, last, wanted, reference, row_sum, GROUP: gl.constexpr):
     """Write the log-sum-exp of the rows that store_rows would write; None: of none."""
     if lse_ptr is not None:
-        row = group_rows(GROUP, row_sum.type.layout.parent)
+        LAYOUT: gl.constexpr = reference.type.layout
+        row = group_rows(GROUP, LAYOUT.parent)
         mask = (row >= first) & (row < last)
         if wanted is not None:
-            mask = mask & gl.convert_layout(wanted, row.type.layout)
-        gl.store(lse_ptr + row, reference + gl.log2(row_sum), mask=mask)
+            mask = mask & gl.convert_layout(wanted, LAYOUT)
+        lse = reference + gl.log2(gl.convert_layout(row_sum, LAYOUT))
+        gl.store(lse_ptr + row, lse, mask=mask)
 
 
 @gluon.jit
