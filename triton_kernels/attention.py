@@ -125,10 +125,12 @@ def _call(tensors: tuple[torch.Tensor, ...], options: Options) -> torch.Tensor:
 def _keeps_lse(tensors: tuple[torch.Tensor, ...], max_seqlen: int) -> bool:
     """Whether a call keeps its log-sum-exps: kernels are to compute gradients of long segments.
 
-    Those in cos or sin are the reference's.
+    Those in cos or sin are the reference's. An exported program is mostly for inference.
     """
     *qkv, cos, sin, _ = tensors
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in qkv)):
+        return False
+    if torch.compiler.is_exporting():
         return False
     if cos.requires_grad or sin.requires_grad or not (qkv[0].is_cuda or INTERPRETED):
         return False

@@ -89,7 +89,7 @@ def attention_gradients(
         addresses = *_parts(qkv), grad.data_ptr(), *_parts(written), *last
         launch_kernel(plan, (*read, *written), addresses)
         return written
-    out, lse = kept
+    out, lse = kept = [x.contiguous() for x in kept]  # as the operator may have been called
     delta = torch.empty_like(lse)
     held = [*read, *kept, *written, delta]
     parts = _parts(qkv)
