@@ -264,9 +264,9 @@ def add_product(s_grad: jax.Array, wanted: jax.Array, x: Tiles, acc: Tiles) -> T
         return tuple(a if a is None else dot(s_grad, b, a) for a, b in zip(acc, x, strict=True))
     # Loss scaling takes gradients to where fp16 ends: 1 stands for the tile's largest.
     # (For sm_100 Triton 3.6 and 3.7 reduce no vector to a number here: [1, 1].)
-    s_grad = jnp.where(wanted[:, None], s_grad, 0.0)
-    largest = jnp.max(jnp.abs(s_grad), axis=1, keepdims=True)
-    largest = jnp.maximum(jnp.max(largest, axis=0, keepdims=True), 1e-30)
+    sizes = jnp.where(wanted[:, None] & (s_grad == s_grad), jnp.abs(s_grad), 0.0)
+    largest = jnp.max(jnp.max(sizes, axis=1, keepdims=True), axis=0, keepdims=True)
+    largest = jnp.maximum(largest, 1e-30)
     s_grad = (s_grad * (1.0 / largest)).astype(dtype)
     return tuple(
         a if a is None else a + dot(s_grad, b) * largest for a, b in zip(acc, x, strict=True)

@@ -335,8 +335,8 @@ def add_product(s_grad, wanted, x, x_tail, acc, acc_tail, TAIL: tl.constexpr):
     if x.dtype == tl.float16:
         # Loss scaling takes gradients to where fp16 ends: 1 stands for the tile's largest.
         # (For sm_100 Triton 3.6 and 3.7 reduce no vector to a number here: [1, 1].)
-        s_grad = tl.where(wanted[:, None], s_grad, 0.0)
-        largest = tl.max(tl.max(tl.abs(s_grad), 1, keep_dims=True), 0, keep_dims=True)
+        sizes = tl.where(wanted[:, None] & (s_grad == s_grad), tl.abs(s_grad), 0.0)
+        largest = tl.max(tl.max(sizes, 1, keep_dims=True), 0, keep_dims=True)
         largest = tl.maximum(largest, 1e-30)
         s_grad = cast(s_grad * (1.0 / largest), x.dtype)
         acc += dot(s_grad, x) * largest
