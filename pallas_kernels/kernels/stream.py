@@ -148,7 +148,8 @@ def attend_segments(
         if shortest > 0:
             keys = jnp.where(end - start < shortest, 0, keys)
         row_max, row_sum, acc, acc_tail = visit(start, keys, online=online)
-        rescale = (1.0 / jnp.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
+        divisor = jnp.where(row_sum == 0.0, 1.0, row_sum)  # 0: an empty segment
+        rescale = (1.0 / divisor)[:, None]
         out = acc * rescale
         out_tail = acc_tail * rescale if tail > 0 else None
         mask = (token >= start) & (token < end) & wanted
@@ -161,7 +162,7 @@ def attend_segments(
             mask &= fits
         rows = Rows(block_start, block, mask)
         if lse_ref is not None:
-            lse = row_max * scale_log2 + jnp.log2(row_sum)
+            lse = row_max * scale_log2 + jnp.log2(divisor)
             store_numbers(lse_ref, out_head.head, rows, lse)
         store_columns(out_head, rows, out.astype(dtype), 0, main, head_dim, v_shift)
         if tail > 0:

@@ -198,7 +198,8 @@ def test_fake_tensors_tell_shape_dtype_and_layout(packed):
     [
         ({"max_seqlen": 16}, False, (False, False)),
         ({"max_seqlen": 16}, True, (False, True)),
-        ({"max_seqlen": 4096}, False, (False, True)),
+        ({"max_seqlen": 4096}, False, (False, False)),
+        ({"max_seqlen": 4096}, True, (False, True)),
         ({"max_seqlen": None}, False, (True, True)),
         ({"max_seqlen": 16, "implementation": "reference"}, False, (True, True)),
     ],
@@ -223,7 +224,7 @@ def test_a_compiler_is_told_what_no_cuda_graph_can_hold(packed, options, angles,
 @EMPTY_GRAPH
 @pytest.mark.gpu
 @both_forms
-@pytest.mark.parametrize("max_seqlen", [None, 16])
+@pytest.mark.parametrize("max_seqlen", [None, 16, 4096])
 def test_reduced_overhead(packed, max_seqlen):
     torch.compiler.reset()
 

@@ -174,7 +174,8 @@ def attend_segments(
             start, keys, q, q_tail, head,
             HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
         )  # fmt: skip
-        rescale = (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
+        divisor = tl.where(row_sum == 0.0, 1.0, row_sum)  # 0: an empty segment
+        rescale = (1.0 / divisor)[:, None]
         out, out_tail = acc * rescale, acc_tail * rescale
         mask = (token >= start) & (token < end) & wanted
         covered = covered | mask
@@ -185,7 +186,7 @@ def attend_segments(
             misfits = misfits | (mask & (fits == 0))
             mask = mask & fits
         if lse_ptr is not None:
-            tl.store(lse_ptr + rows, row_max * scale_log2 + tl.log2(row_sum), mask=mask)
+            tl.store(lse_ptr + rows, row_max * scale_log2 + tl.log2(divisor), mask=mask)
         out, out_tail = cast(out, dtype), cast(out_tail, dtype)
         store_columns(out_ptr, out_stride, rows, mask, out, 0, MAIN, HEAD_DIM, v_shift)
         if TAIL > 0:
