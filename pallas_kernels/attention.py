@@ -73,9 +73,10 @@ def fused_rope_attention(
 
     Differentiable in q, k, v, cos and sin in reverse mode. Kernels compute the gradients in q, k
     and v: where no tile holds a segment, see `window_limit`, of the result and a number for each of
-    its rows, which are kept. The reference does those in cos and sin, and further derivatives. Under vmap the calls run one after the
-    other. With q, k and v split by heads along explicit axes of a mesh, or under shard_map, there
-    also with all arguments split by calls, each device runs its own.
+    its rows, which are kept. The reference does those in cos and sin, and further derivatives.
+    Under vmap the calls run one after the other. With q, k and v split by heads along explicit axes
+    of a mesh, or under shard_map, there also with all arguments split by calls, each device runs
+    its own.
     """
     options = max_seqlen, scale, fuse, implementation, batch_invariant
     return _call((q, k, v, cos, sin, cu_seqlens), *options)
@@ -201,9 +202,7 @@ def _forward(
     return results if keeps_lse else results[:1], (arguments, results if needs else ())
 
 
-def _backward(
-    options: _Options, _: bool, residuals: tuple, grads: tuple[jax.Array, ...]
-) -> tuple:
+def _backward(options: _Options, _: bool, residuals: tuple, grads: tuple[jax.Array, ...]) -> tuple:
     """The gradients, from what was kept.
 
     Where kernels compute those in qkv, what computes the angles' beside it is left out of the

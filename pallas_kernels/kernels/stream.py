@@ -106,8 +106,8 @@ def stream_kernel(
     first_segment = jnp.maximum(last_start_at(cu_seqlens_ref, block_start, segments), 0)
     last_segment = last_start_at(cu_seqlens_ref, block_end - 1, segments)
     attend = functools.partial(
-        attend_segments, cu_seqlens_ref, out_head, lse_ref, v_shift, tokens, block_start, scale_log2,
-        visit, main=main, tail=tail, shortest=shortest,
+        attend_segments, cu_seqlens_ref, out_head, lse_ref, v_shift, tokens, block_start,
+        scale_log2, visit, main=main, tail=tail, shortest=shortest,
     )  # fmt: skip
     covered, misfits = attend(first_segment, last_segment, token < block_end, online=online)
     if not online:

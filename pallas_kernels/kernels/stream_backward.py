@@ -179,7 +179,9 @@ def stream_backward_kv_kernel(
         p_grad = product(v, out_grad)
         s_grad = p * (p_grad - delta[None, :])
         p = p.astype(dtype)
-        v_acc = tuple(x if x is None else dot(p, y, x) for x, y in zip(v_acc, out_grad, strict=True))
+        v_acc = tuple(
+            x if x is None else dot(p, y, x) for x, y in zip(v_acc, out_grad, strict=True)
+        )
         return add_product(s_grad, wanted, q, k_acc), v_acc
 
     def differentiate(segment: Scalar, covered: jax.Array) -> jax.Array:

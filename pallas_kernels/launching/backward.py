@@ -14,7 +14,7 @@ from pallas_kernels.kernels.stream_backward import (
 )
 from pallas_kernels.kernels.window_backward import window_backward_kernel
 from pallas_kernels.launching.choose import find_launch, head_split, window_limit
-from pallas_kernels.launching.launch import run
+from pallas_kernels.launching.launch import run_all
 from pallas_kernels.launching.plan import LOG2_E, operands, rotate_by_kernel
 
 
@@ -69,7 +69,7 @@ def _window_gradients(
     )  # fmt: skip
     programs = (cu_seqlens.shape[0] - 1) * heads
     read = q, k, v, grad, cos, sin, cu_seqlens
-    return run(kernel, programs, [(v.shape, v.dtype)] * len(qkv), launch, interpret, read)
+    return run_all(kernel, programs, [(v.shape, v.dtype)] * len(qkv), launch, interpret, read)
 
 
 def _stream_gradients(
@@ -111,7 +111,7 @@ def _stream_gradients(
     kernel = functools.partial(stream_backward_q_kernel, **options, **blocks)
     programs = pl.cdiv(tokens, launch.block) * heads
     read = q, k, v, out, grad, lse, *last
-    delta, found = run(
+    delta, found = run_all(
         kernel, programs, [numbers, gradient], launch, interpret, read, disable_licm
     )  # fmt: skip
 
@@ -125,5 +125,5 @@ def _stream_gradients(
     read = q, k, v, grad, lse, delta, *last
     how = launch, interpret, read, disable_licm
     if packed:
-        return run(kernel, programs, [gradient], *how, (found,))
-    return found, *run(kernel, programs, [gradient] * 2, *how)
+        return run_all(kernel, programs, [gradient], *how, (found,))
+    return found, *run_all(kernel, programs, [gradient] * 2, *how)

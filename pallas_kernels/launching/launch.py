@@ -17,6 +17,20 @@ from pallas_kernels.sharding import vary_as, varying_axes
 def run(
     kernel: functools.partial,
     programs: int,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    launch: Launch,
+    interpret: bool,
+    operands: tuple[jax.Array, ...],
+) -> jax.Array:
+    """`run_all` of a kernel that has one result."""
+    [written] = run_all(kernel, programs, [(shape, dtype)], launch, interpret, operands)
+    return written
+
+
+def run_all(
+    kernel: functools.partial,
+    programs: int,
     results: Sequence[tuple[tuple[int, ...], DTypeLike]],
     launch: Launch,
     interpret: bool,

@@ -24,7 +24,7 @@ from pallas_kernels.launching.choose import (
     rows_of,
     window_limit,
 )
-from pallas_kernels.launching.launch import run, run_hopper_stream
+from pallas_kernels.launching.launch import run, run_all, run_hopper_stream
 
 LOG2_E = 1.4426950408889634
 
@@ -140,8 +140,7 @@ def rotate_by_kernel(
     kernel = functools.partial(rotate_kernel, first_part=first_part, main=main, tail=tail, **blocks)
     programs = pl.cdiv(tokens, launch.block) * parts * pl.cdiv(heads, launch.block_k)
     shape = (rows, parts, rotated_row(heads, head_dim))
-    [written] = run(kernel, programs, [(shape, x.dtype)], launch, interpret, (x, cos, sin))
-    return written
+    return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))
 
 
 def rotate_by_xla(
@@ -203,5 +202,5 @@ def _attention(
     disable_licm = not hoists(head_dim, v.dtype)
     written = (written[0][:, None], *written[1:]) if written else ()
     how = launch, interpret, read, disable_licm, written
-    out, *lse = run(kernel, programs, results, *how)
+    out, *lse = run_all(kernel, programs, results, *how)
     return out[:, 0], *lse

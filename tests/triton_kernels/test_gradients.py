@@ -171,7 +171,9 @@ def test_gradients_of_long_segments_do_not_depend_on_where_what_is_kept_lies():
     kept = operators.qkvpacked_with_lse(*tensors, cu_seqlens, *options, "auto", "kernel", False)
     grad = torch.randn_like(kept[0])
     expected, found = (
-        operators.backward(grad, tensors, cu_seqlens, each, *options, "kernel", [True, False, False])
+        operators.backward(
+            grad, tensors, cu_seqlens, each, *options, "kernel", [True, False, False]
+        )
         for each in (kept, [x.transpose(0, 1).contiguous().transpose(0, 1) for x in kept])
     )
     assert torch.equal(found[0], expected[0])

@@ -145,7 +145,7 @@ def stream_kernel(
 
 @triton.jit
 def attend_segments(
-    # the head's K and V, and the angles, from their first token on; what is written from the block's
+    # the head's K and V, and the angles, from their first token on; the results from the block's
     k_ptr, v_ptr, out_ptr, lse_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
     k_stride, v_stride, angle_stride, out_stride, v_shift,
     # from which segment to which; the block's first token, and which of its tokens are wanted

@@ -198,7 +198,8 @@ def stream_backward_kv_kernel(
         queries = tl.where(end > block_start, end - start, 0)
         mask = (token >= start) & (token < end)
         first_query = start.to(tl.int64)
-        q_block, out_grad_block = q_ptr + first_query * row_stride, out_grad_ptr + first_query * out_stride
+        q_block = q_ptr + first_query * row_stride
+        out_grad_block = out_grad_ptr + first_query * out_stride
         lse_block, delta_block = lse_ptr + first_query, delta_ptr + first_query
         k_acc = tl.zeros([BLOCK_K, MAIN], tl.float32)
         k_acc_tail = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
@@ -218,8 +219,9 @@ def stream_backward_kv_kernel(
         if whole < queries:
             k_acc, k_acc_tail, v_acc, v_acc_tail = visit_queries(
                 q_block, out_grad_block, lse_block, delta_block, row_stride, out_stride,
-                query_rows, query_rows < queries - whole, k, k_tail, v, v_tail, mask, head, scale_log2,
-                k_acc, k_acc_tail, v_acc, v_acc_tail, HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL,
+                query_rows, query_rows < queries - whole, k, k_tail, v, v_tail, mask, head,
+                scale_log2, k_acc, k_acc_tail, v_acc, v_acc_tail,
+                HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL,
             )  # fmt: skip
         v_grad = cast(v_acc * UNSHIFT, dtype)
         store_columns(v_grad_ptr, grad_stride, rows, mask, v_grad, 0, MAIN, HEAD_DIM)
