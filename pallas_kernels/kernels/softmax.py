@@ -29,8 +29,8 @@ from pallas_kernels.kernels.tiles import (
     rotary_tile,
 )
 
-# Of each query row over all keys: what was subtracted from its logits, the sum of probabilities, and
-# of V by these [block, main] and [block, tail] (None where there is no tail).
+# Of each query row over all keys: what was subtracted from its logits, the sum of probabilities,
+# and of V by these [block, main] and [block, tail] (None where there is no tail).
 Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 # Sums of a row that are kept apart until its last key: a tile's columns PARTS apart lie in one

@@ -19,6 +19,7 @@ from tests.kernel_gradient_contract import (
 )
 from tests.triton_kernels.adapter import (
     TorchAdapter,
+    assert_log_sum_exps,
     interpreted_nan,
     public_function,
     to_numpy,
@@ -160,6 +161,18 @@ def test_a_forward_pass_without_gradients_computes_no_log_sum_exps(monkeypatch):
     with torch.no_grad():
         public_function(True)(qkv, *rest, **options)
     assert [x is not None for x in kept] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("max_seqlen", "options"),
+    [(4096, {}), (4096, {"batch_invariant": True}), (4096, {"fuse": "qk"}), (512, {"fuse": "q"})],
+    ids=str,
+)
+def test_log_sum_exps(max_seqlen, options):
+    """Also of rows that their reference does not fit, which are computed again."""
+    case = make_case((9, 150), heads=1, head_dim=16, leading=2, trailing=3)
+    case.qkv[100:, 1] *= 40
+    assert_log_sum_exps(case, max_seqlen, **options)
 
 
 def test_gradients_of_long_segments_do_not_depend_on_where_what_is_kept_lies():
