@@ -4,11 +4,12 @@
   otherwise), `reference` (the unfused computation, which also differentiates), `sharding` (heads
   that are split over devices).
 - `kernels`, what runs on the GPU: `window` (a whole short segment in one tile), `window_backward`
-  (its gradients), `stream` (long segments) with its `softmax`, `rotate` (rotation as a pass of its
-  own), and `tiles`, which they share. `hopper_stream`, `hopper_softmax` and `hopper_tiles` are the
-  same for the warp-specialized kernel, which serves long images on Hopper GPUs.
+  (its gradients), `stream` (long segments) with its `softmax`, `stream_backward` (its gradients),
+  `rotate` (rotation as a pass of its own), and `tiles`, which they share. `hopper_stream`,
+  `hopper_softmax` and `hopper_tiles` are the same for the warp-specialized kernel, which serves
+  long images on Hopper GPUs.
 - `launching`, from a call to its launches: `choose` (which kernel, how much is fused, and from
-  `table` and `launches.json` its sizes), `plan` (all launches of a call), `backward` (that of the
+  `table` and `launches.json` its sizes), `plan` (all launches of a call), `backward` (those of the
   gradients), `launch`, `compile` (by XLA, or through `triton_lowering` by the Triton package),
   `devices`, `platforms` (programs for several, as `jax.export` makes them).
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.checks import check_arguments
 from pallas_kernels.kernels.dialect import HAVE_TRITON, without_triton
-from pallas_kernels.launching.backward import attention_gradients, has_backward
+from pallas_kernels.launching.backward import attention_gradients, needs_lse
 from pallas_kernels.launching.choose import auto_fuse, has_kernel
 from pallas_kernels.launching.devices import have_tensor_cores, warn_without_triton
 from pallas_kernels.launching.plan import attend, operands
@@ -71,11 +71,12 @@ def fused_rope_attention(
             type says that it is split over devices otherwise than by heads.
         NotImplementedError: `implementation="kernel"` where JAX has no Pallas Triton backend.
 
-    Differentiable in q, k, v, cos and sin in reverse mode. Where one tile holds a segment, see
-    `window_limit`, a kernel computes the gradients in q, k and v; the reference does in longer
-    segments, those in cos and sin, and further derivatives. Under vmap the calls run one after the
-    other. With q, k and v split by heads along explicit axes of a mesh, or under shard_map, there
-    also with all arguments split by calls, each device runs its own.
+    Differentiable in q, k, v, cos and sin in reverse mode. Kernels compute the gradients in q, k
+    and v: where no tile holds a segment, see `window_limit`, of the result and a number for each of
+    its rows, which are kept. The reference does those in cos and sin, and further derivatives.
+    Under vmap the calls run one after the other. With q, k and v split by heads along explicit axes
+    of a mesh, or under shard_map, there also with all arguments split by calls, each device runs
+    its own.
     """
     options = max_seqlen, scale, fuse, implementation, batch_invariant
     return _call((q, k, v, cos, sin, cu_seqlens), *options)
@@ -154,21 +155,28 @@ def _call(
     return jnp.copy(result) if jax.config.jax_disable_jit else result
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) -> jax.Array:
-    """Qkv is as `operands` takes it, rest is cos, sin and cu_seqlens."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(
+    options: _Options, keeps_lse: bool, qkv: tuple[jax.Array, ...], *rest: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The result and, if it is kept, the log-sum-exp of each row, see `attend`.
+
+    Qkv is as `operands` takes it, rest is cos, sin and cu_seqlens.
+    """
     if qkv[0].size == 0 or rest[-1].shape[0] == 1:
-        return jnp.zeros_like(qkv[-1][:, -1])  # varying over a mesh as v does
+        return (jnp.zeros_like(qkv[-1][:, -1]),)  # varying over a mesh as v does
     bounds = {"max_seqlen": options.max_seqlen, "scale": options.scale}
     means = bounds | {"fuse": options.fuse, "batch_invariant": options.batch_invariant}
-    kernel = functools.partial(attend, **means, interpret=False)
+    kernel = functools.partial(attend, **means, keeps_lse=keeps_lse, interpret=False)
     interpreted = functools.partial(kernel, interpret=True)
 
-    def reference(qkv: tuple[jax.Array, ...], *rest: jax.Array) -> jax.Array:
-        return rope_attention_reference(*_q_k_v(qkv), *rest, **bounds)
+    def reference(qkv: tuple[jax.Array, ...], *rest: jax.Array) -> tuple[jax.Array, ...]:
+        out = rope_attention_reference(*_q_k_v(qkv), *rest, **bounds)
+        # Of no use, but as much as the kernel's.
+        return (out, jnp.zeros_like(out[..., 0].T, jnp.float32)) if keeps_lse else (out,)
 
     @jax.custom_batching.sequential_vmap
-    def call(*arguments: tuple | jax.Array) -> jax.Array:
+    def call(*arguments: tuple | jax.Array) -> tuple[jax.Array, ...]:
         if options.implementation == "reference":
             return reference(*arguments)
         if options.implementation == "auto":
@@ -178,22 +186,32 @@ def _attention(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) 
     return call(qkv, *rest)
 
 
-def _forward(options: _Options, *arguments: tuple | jax.Array) -> tuple[jax.Array, tuple]:
-    return _attention(options, *arguments), arguments
+def _by_kernels(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) -> bool:
+    """Whether kernels compute the gradients in qkv."""
+    is_empty = qkv[0].size == 0 or rest[-1].shape[0] == 1
+    return HAVE_TRITON and options.implementation != "reference" and not is_empty
 
 
-def _backward(options: _Options, arguments: tuple, grad: jax.Array) -> tuple:
-    """The gradients, from the saved arguments.
+def _forward(
+    options: _Options, keeps_lse: bool, *arguments: tuple | jax.Array
+) -> tuple[tuple[jax.Array, ...], tuple]:
+    """The result, and what the backward pass needs of it and of the arguments."""
+    x = arguments[0][0]
+    needs = needs_lse(x.dtype, x.shape[-1], options.max_seqlen) and _by_kernels(options, *arguments)
+    results = _attention(options, needs, *arguments)
+    return results if keeps_lse else results[:1], (arguments, results if needs else ())
 
-    Where a kernel computes those in qkv, what computes the angles' beside it is left out of the
+
+def _backward(options: _Options, _: bool, residuals: tuple, grads: tuple[jax.Array, ...]) -> tuple:
+    """The gradients, from what was kept.
+
+    Where kernels compute those in qkv, what computes the angles' beside it is left out of the
     program unless they are asked for.
     """
-    qkv, *_, cu_seqlens = arguments
+    (arguments, kept), grad = residuals, grads[0]
     qkv_grad, *angle_grads = _reference_gradients(options, grad, *arguments)
-    is_empty = qkv[0].size == 0 or cu_seqlens.shape[0] == 1
-    shape = qkv[0].dtype, qkv[0].shape[-1], options.max_seqlen
-    if not is_empty and options.implementation != "reference" and has_backward(*shape):
-        qkv_grad = _qkv_gradients(options, grad, *arguments)
+    if _by_kernels(options, *arguments):
+        qkv_grad = _qkv_gradients(options, grad, *arguments, *kept)
     return qkv_grad, *angle_grads, None
 
 
@@ -217,7 +235,7 @@ def _reference_gradients(
 def _qkv_gradients(
     options: _Options, grad: jax.Array, qkv: tuple[jax.Array, ...], *rest: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The gradients in qkv by a kernel; rest is cos, sin and cu_seqlens."""
+    """The gradients in qkv by kernels; rest is cos, sin, cu_seqlens and what was kept."""
     vary = vary_as(grad, *qkv, *rest)
     # Under shard_map, what is the same on several devices gets the sum of its gradients there.
     varying, sum_over_devices = jax.vjp(lambda *x: tuple(map(vary, x)), *qkv)
@@ -226,7 +244,7 @@ def _qkv_gradients(
     interpreted = functools.partial(kernel, interpret=True)
 
     def reference(*arguments: tuple | jax.Array) -> tuple[jax.Array, ...]:
-        return _reference_gradients(options, *arguments)[0]
+        return _reference_gradients(options, *arguments[:5])[0]
 
     @jax.custom_batching.sequential_vmap
     def call(*arguments: tuple | jax.Array) -> tuple[jax.Array, ...]:
@@ -242,10 +260,11 @@ def _gradients_forward(options: _Options, *arguments: tuple | jax.Array) -> tupl
 
 
 def _gradients_backward(options: _Options, arguments: tuple, grad: tuple[jax.Array, ...]) -> tuple:
-    """Second derivatives, by the reference."""
-    *differentiated, cu_seqlens = arguments
+    """Second derivatives, by the reference; what was kept follows from the arguments."""
+    *differentiated, cu_seqlens = arguments[:5]
+    kept = map(jnp.zeros_like, arguments[5:])
     _, pull = jax.vjp(lambda *x: _reference_gradients(options, *x, cu_seqlens)[0], *differentiated)
-    return *pull(grad), None
+    return *pull(grad), None, *kept
 
 
 _qkv_gradients.defvjp(_gradients_forward, _gradients_backward)
@@ -256,7 +275,7 @@ _qkv_gradients.defvjp(_gradients_forward, _gradients_backward)
 def _run(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) -> jax.Array:
     """Qkv is one packed [tokens, 3, heads, head_dim], or q, k, v [tokens, heads, head_dim]."""
     qkv = qkv if len(qkv) == 1 else tuple(x[:, None] for x in qkv)
-    return on_own_heads(functools.partial(_attention, options), qkv, *rest)
+    return on_own_heads(lambda *x: _attention(options, False, *x)[0], qkv, *rest)
 
 
 def _q_k_v(qkv: tuple[jax.Array, ...]) -> Iterator[jax.Array]:

@@ -147,6 +147,22 @@ def gradients(case: Case, weights: np.ndarray, exact: bool = True) -> np.ndarray
     return result if exact else result.astype(dtype)
 
 
+def log_sum_exps(case: Case) -> np.ndarray:
+    """Of each row's logits, as powers of two, [heads, tokens]; 0 for padding. Q and K are rotated
+    in fp64 and rounded to their dtype, as the kernels do it in fp32.
+    """
+    dtype = case.qkv.dtype
+    q, k, _, cos, sin = (x.astype(np.float64) for x in case.separate[:5])
+    q, k = (_rotate(x, cos, sin).astype(dtype).astype(np.float64) for x in (q, k))
+    result = np.zeros(q.shape[1::-1])
+    for start, end in case.segments:
+        rows = slice(start, end)
+        logits = np.einsum("qhd,khd->hqk", q[rows], k[rows]) * q.shape[-1] ** -0.5
+        largest = logits.max(-1, keepdims=True, initial=-np.inf)
+        result[:, rows] = largest[..., 0] + np.log(np.exp(logits - largest).sum(-1))
+    return result / np.log(2)
+
+
 def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """Turn each pair (x[i], x[i + rotary_dim / 2]) by its angle: complex multiplication."""
     half = cos.shape[-1]

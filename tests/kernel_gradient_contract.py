@@ -13,8 +13,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tests import kernel_cases
+from tests.hostile import TOKENS, examples, hostile_cu_seqlens, refusable
 from tests.kernel_cases import (
     UNFUSED_FACTOR,
     Case,
@@ -113,6 +116,13 @@ class GradientContract:
             ("float16", 64, 32, (30, 2), False),
             ("float32", 80, None, (32, 7), False),
             ("float32", 8, 6, (1, 12), True),
+            # Which no tile holds; some have shorter ones beside them.
+            ("bfloat16", 80, None, (150,), True),
+            ("bfloat16", 72, 36, (9, 130, 0, 5), False),
+            ("bfloat16", 208, None, (70,), True),
+            ("float16", 24, 22, (3, 140), False),
+            ("float32", 80, None, (33, 5), False),
+            ("float32", 8, 6, (12, 70, 1), True),
         ],
         ids=str,
     )
@@ -136,25 +146,28 @@ class GradientContract:
             error, limit = (relative_rms(x[:, part], right[:, part]) for x in (found, separate))
             assert error <= UNFUSED_FACTOR * limit
 
-    def test_gradients_of_large_logits(self):
+    @both_kernels
+    def test_gradients_of_large_logits(self, max_seqlen):
         """Of which only the differences within a row have exponentials."""
         case = make_case((9, 14), head_dim=16, dtype="float32")
         case.qkv[:, 0] *= 300
         weights = weights_for(case)
-        [found] = self.gradients(case, weights, packed=True, angles=False, max_seqlen=WINDOW)
+        [found] = self.gradients(case, weights, packed=True, angles=False, max_seqlen=max_seqlen)
         assert relative_rms(found, kernel_cases.gradients(case, weights)) < 1e-4
 
-    def test_gradients_are_the_same_bits_every_time(self):
+    @both_kernels
+    def test_gradients_are_the_same_bits_every_time(self, max_seqlen):
         case = make_case((9, 14), head_dim=24)
         first, again = (
-            self.gradients(case, weights_for(case), angles=False, max_seqlen=WINDOW)
+            self.gradients(case, weights_for(case), angles=False, max_seqlen=max_seqlen)
             for _ in range(2)
         )
         for x, y in zip(first, again, strict=True):
             assert_same_bits(x, y)
 
     @pytest.mark.parametrize(
-        ("max_seqlen", "angles"), [(WINDOW, True), (WINDOW, False), (STREAM, True)]
+        ("max_seqlen", "angles"),
+        [(WINDOW, True), (WINDOW, False), (STREAM, True), (STREAM, False)],
     )
     def test_second_derivatives_are_the_curvature_of_the_oracle(self, max_seqlen, angles):
         case = make_case((9, 1, 14), head_dim=16, rotary_dim=12, dtype="float32", trailing=3)
@@ -188,17 +201,24 @@ class GradientContract:
         [((0, 0), 0, False), ((0,), 0, True), ((0,), 5, False), ((2, 2, 2), 5, True)],
         ids=str,
     )
-    def test_gradients_are_zero_where_no_token_is_in_a_segment(self, cu_seqlens, tokens, packed):
+    @pytest.mark.parametrize(
+        ("max_seqlen", "angles"), [(WINDOW, True), (WINDOW, False), (STREAM, False)]
+    )
+    def test_gradients_are_zero_where_no_token_is_in_a_segment(
+        self, cu_seqlens, tokens, packed, max_seqlen, angles
+    ):
         case = cut(cu_seqlens, tokens=tokens, head_dim=16)
-        arguments = (case.packed if packed else case.separate)[:-1]
-        gradients = self.gradients(case, weights_for(case), packed=packed, max_seqlen=WINDOW)
+        arguments = (case.packed if packed else case.separate)[: -1 if angles else -3]
+        options = {"packed": packed, "angles": angles, "max_seqlen": max_seqlen}
+        gradients = self.gradients(case, weights_for(case), **options)
         for gradient, x in zip(gradients, arguments, strict=True):
             assert gradient.shape == x.shape
             assert (gradient == 0).all()
 
     # Above a window the stream kernel, whose rows are right nevertheless.
     @pytest.mark.parametrize(
-        ("bound", "angles"), [(WINDOW + 1, True), (WINDOW, True), (WINDOW, False)]
+        ("bound", "angles"),
+        [(WINDOW + 1, True), (WINDOW + 1, False), (WINDOW, True), (WINDOW, False)],
     )
     def test_gradients_of_a_longer_segment_are_right_or_nan(self, bound, angles):
         case = make_case((9, 70, 16), head_dim=16, dtype="float32", trailing=4)
@@ -218,14 +238,22 @@ class GradientContract:
         dtypes = [x.dtype for x in self.gradients(case, weights_for(case), max_seqlen=STREAM)]
         assert dtypes == [case.qkv.dtype] * 3 + [np.dtype(np.float32)] * 2
 
-    @pytest.mark.parametrize("angles", [True, False])
-    def test_no_gradient_reaches_another_segment(self, angles):
-        case = make_case((9, 14), head_dim=16, dtype="float32")
+    @pytest.mark.parametrize(
+        ("max_seqlen", "angles", "dtype"),
+        [
+            (WINDOW, True, "float32"),
+            (WINDOW, False, "float32"),
+            (STREAM, False, "float32"),
+            (STREAM, False, "float16"),
+        ],
+    )
+    def test_no_gradient_reaches_another_segment(self, max_seqlen, angles, dtype):
+        case = make_case((9, 14), head_dim=16, dtype=dtype)
         weights = weights_for(case)
         weights[9:] = 0
         broken = dataclasses.replace(case, qkv=case.with_rows(slice(9, None), np.nan).qkv)
-        before = self.gradients(case, weights, angles=angles, max_seqlen=WINDOW)
-        after = self.gradients(broken, weights, angles=angles, max_seqlen=WINDOW)
+        options = {"angles": angles, "max_seqlen": max_seqlen}
+        before, after = (self.gradients(c, weights, **options) for c in (case, broken))
         for x, y in zip(before, after, strict=True):
             assert (x[9:] == 0).all()
             np.testing.assert_array_equal(x[:9], y[:9])
@@ -234,13 +262,47 @@ class GradientContract:
 class KernelGradientContract(GradientContract):
     """Inherited by the tests of the kernels."""
 
-    def test_gradients_at_the_ends_of_their_dtype_s_range(self):
+    # Of fp32, whose longest window and tiles are of 32 rows.
+    @given(
+        lengths=st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 64, 65]), max_size=4),
+        leading=st.integers(0, 40),
+    )
+    @settings(max_examples=examples(4))
+    @example(lengths=[33, 31], leading=0)
+    def test_gradients_of_lengths_around_those_of_tiles(self, lengths, leading):
+        lengths = [*lengths, 34]
+        options = {"head_dim": 8, "heads": 1, "dtype": "float32", "trailing": 1}
+        case = make_case(lengths, leading=leading, **options)
+        weights = weights_for(case)
+        [found] = self.gradients(case, weights, packed=True, angles=False, max_seqlen=128)
+        assert (found[case.padding] == 0).all()
+        right = kernel_cases.gradients(case, weights)
+        for start, end in case.segments:  # each, however small its gradients are
+            if end > start:
+                # A single token's are 0 in q and k, but for rounding.
+                assert np.abs(found - right)[start:end].max() < 1e-5 * np.abs(right).max()
+
+    @hostile_cu_seqlens(usual=2, max_seqlen=(16, STREAM))
+    def test_gradients_of_any_cu_seqlens_are_safe(self, cu_seqlens, max_seqlen):
+        case = cut(cu_seqlens, tokens=TOKENS, head_dim=16, dtype="float32")
+        weights = weights_for(case)
+        options = {"packed": True, "angles": False, "max_seqlen": max_seqlen}
+        [found] = self.gradients(case, weights, **options)
+        # All is written, from within the tensors: around them, and in what is not written, is NaN.
+        may_refuse = refusable(case.cu_seqlens, max_seqlen)[:, None, None, None]
+        assert (np.isfinite(found) | may_refuse).all()
+
+    @pytest.mark.parametrize(
+        ("lengths", "max_seqlen"), [((2,) * 8, 16), ((2,) * 8, STREAM), ((150,), STREAM)]
+    )
+    def test_gradients_at_the_ends_of_their_dtype_s_range(self, lengths, max_seqlen):
         """Loss scaling takes them there. (What the reference rounds to it overflows.)"""
-        case = make_case((2,) * 8, head_dim=64, dtype="float16")
+        case = make_case(lengths, head_dim=64, dtype="float16")
         case.qkv[:, :2] /= 10
         for factor in (2e-4, 6e4):
             weights = np.sign(weights_for(case)) * np.float16(factor)
-            [found] = self.gradients(case, weights, packed=True, angles=False, max_seqlen=16)
+            options = {"packed": True, "angles": False, "max_seqlen": max_seqlen}
+            [found] = self.gradients(case, weights, **options)
             right = kernel_cases.gradients(case, weights)
             separate = kernel_cases.gradients(case, weights, exact=False)
             assert relative_rms(found, right) <= UNFUSED_FACTOR * relative_rms(separate, right)

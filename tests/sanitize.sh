@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# NVIDIA's compute-sanitizer over the contracts of the attention's kernels and the MLP's, compiled on
+# NVIDIA's compute-sanitizer over the contracts of the attention's kernels, of those of its gradients
+# and of the MLP's, compiled on
 # this machine's GPU: accesses outside of allocations (memcheck), races on shared memory
 # (racecheck), reads of memory that nobody wrote (initcheck). Fails on the first tool that finds
 # anything. Of the warp-specialized kernels, on a Hopper GPU, the tools see what threads access; the
@@ -22,6 +23,8 @@ export XLA_FLAGS="--xla_gpu_autotune_level=0 ${XLA_FLAGS:-}"
 attention='(TestKernel or TestContract) and (any_cu_seqlens or every_fusion or segments_of_every_kind'
 attention+=' or test_every_head_dim or (many_lengths and 80))'
 kernels='window|stream|hopper_stream|rotate|gated|gated_product|norm_scale'
+kernels+='|window_backward|stream_backward_q|stream_backward_kv'
+gradients='TestKernel and (any_cu_seqlens or as_exact or lengths_around or ends_of_their_dtype)'
 gated='TestGated and (oracles_rounded_once or one_kernel_is_the_oracles)'
 
 [[ $# -gt 0 ]] || set -- memcheck racecheck initcheck
@@ -36,6 +39,7 @@ for tool in "$@"; do
   for suite in \
     "$attention: tests/triton_kernels/test_contract.py tests/triton_kernels/kernels/test_hopper_stream.py" \
     "$attention: tests/pallas_kernels/test_contract.py tests/pallas_kernels/kernels/test_hopper_stream.py" \
+    "$gradients: tests/triton_kernels/test_gradients.py tests/pallas_kernels/test_gradients.py" \
     "$gated: tests/compare/torch_tower/test_gated.py tests/compare/torch_tower/test_gated_product.py" \
     "$gated: tests/flax_models/test_gated.py tests/flax_models/test_gated_product.py"; do
     read -ra files <<<"${suite##*: }"

@@ -183,7 +183,8 @@ def test_every_call_finds_a_launch(module, table, launch):
             for kernel in ("window", "window_backward"):
                 found = table.find(gpu, module.Shape(kernel, operands, head_dim, length, 1))
                 assert found.block >= length
-        for kernel, length in (("rotate", 1), ("stream", 1), ("stream", 2**30)):
+        backward = [(f"stream_backward_{name}", 2**30) for name in ("q", "kv")]
+        for kernel, length in (("rotate", 1), ("stream", 1), ("stream", 2**30), *backward):
             table.find(gpu, module.Shape(kernel, operands, head_dim, length, 1))
 
 

@@ -5,7 +5,8 @@ import functools
 import torch
 import triton
 
-from triton_kernels.checks import MAX_TOKENS, check_arguments
+from triton_kernels.checks import MAX_TOKENS, check_arguments, surely
+from triton_kernels.launching.backward import needs_lse
 from triton_kernels.launching.choose import auto_fuse, launch_source
 from triton_kernels.launching.fast_path import Place, goes_unseen, locate, plans
 from triton_kernels.launching.plan import launch_plan, make_plan
@@ -72,9 +73,10 @@ def fused_rope_attention(
             max_seqlen=None and a backward pass through the reference do. (torch.compile leaves
             both out of its graphs.)
 
-    Differentiable in q, k, v, cos and sin in reverse mode, repeatedly. Where one tile holds a
-    segment, see `window_limit`, a kernel computes the gradients in q, k and v; if those in cos or
-    sin are asked for as well, in longer segments and for further derivatives, the reference does.
+    Differentiable in q, k, v, cos and sin in reverse mode, repeatedly. Kernels compute the
+    gradients in q, k and v. Where no tile holds a segment, see `window_limit`, the result and a
+    number for each of its rows are kept for them, or computed again if max_seqlen is None. If
+    those in cos or sin are asked for as well, and for further derivatives, the reference does.
     """
     options = max_seqlen, scale, fuse, implementation, batch_invariant
     return _call((q, k, v, cos, sin, cu_seqlens), options)
@@ -114,11 +116,33 @@ def _call(tensors: tuple[torch.Tensor, ...], options: Options) -> torch.Tensor:
     waits = "_waiting" if max_seqlen is None or implementation == "reference" else ""
     operator = getattr(torch.ops.fused_rope_attention, name + waits)
     options = _bound(max_seqlen), scale, fuse, implementation, batch_invariant
+    if not waits and _keeps_lse(tensors, max_seqlen):
+        operator = getattr(torch.ops.fused_rope_attention, f"{name}_with_lse")
+        return operator.default(*tensors, *options)[0]
     return operator.default(*tensors, *options)
 
 
+def _keeps_lse(tensors: tuple[torch.Tensor, ...], max_seqlen: int) -> bool:
+    """Whether a call keeps its log-sum-exps: kernels are to compute gradients of long segments.
+
+    Those in cos or sin are the reference's. An exported program is mostly for inference.
+    """
+    *qkv, cos, sin, _ = tensors
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in qkv)):
+        return False
+    if torch.compiler.is_exporting():
+        return False
+    if cos.requires_grad or sin.requires_grad or not (qkv[0].is_cuda or INTERPRETED):
+        return False
+    return surely(needs_lse(qkv[0].dtype, qkv[0].shape[-1], max_seqlen))
+
+
 def attend(
-    tensors: tuple[torch.Tensor, ...], options: Options, addresses: list[int], place: Place | None
+    tensors: tuple[torch.Tensor, ...],
+    options: Options,
+    addresses: list[int],
+    place: Place | None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The computation behind the registered operators, and of calls that go around them.
 
@@ -126,12 +150,14 @@ def attend(
         tensors: (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
         options: max_seqlen, scale, fuse, implementation and batch_invariant, as they are passed.
         addresses, place: of the tensors, see `locate`.
+        lse: where the kernel puts the log-sum-exp of each row, see `launch_plan`.
     """
+    keeps_lse = lse is not None
     max_seqlen, scale, fuse, implementation, batch_invariant = options
     # Of others equal ones need not be as good: 64 is a bound, 64.0 is none.
     plain = type(max_seqlen) is int and (scale is None or type(scale) is float)
     plain = plain and type(fuse) is type(implementation) is str and type(batch_invariant) is bool
-    plan = plans.get((place, options)) if plain else None
+    plan = plans.get((place, options, keeps_lse)) if plain else None
     if plan is None:  # no call like this one has been checked
         check_arguments(tensors, *options)
         *qkv, cos, sin, cu_seqlens = tensors
@@ -150,16 +176,16 @@ def attend(
             tokens, heads, head_dim = q.shape
             fuse = auto_fuse(q.dtype, head_dim, 2 * cos.shape[1], max_seqlen, tokens, heads, source)
         # With calls that say it otherwise.
-        shared = place, (max_seqlen, scale, fuse, "kernel", batch_invariant)
+        shared = place, (max_seqlen, scale, fuse, "kernel", batch_invariant), keeps_lse
         plan = plans.get(shared)
         if plan is None:
             form, aligned, is_behind, *_ = place
-            means = max_seqlen, scale, fuse, batch_invariant
+            means = max_seqlen, scale, fuse, batch_invariant, keeps_lse
             plan = make_plan(form, aligned, is_behind, source, *means)
             plans[shared] = plan
         if plain:
-            plans[place, options] = plan
-    return launch_plan(plan, tensors, addresses)
+            plans[place, options, keeps_lse] = plan
+    return launch_plan(plan, tensors, addresses, lse=lse)
 
 
 def longest_segment(cu_seqlens: torch.Tensor) -> int:

@@ -1,7 +1,7 @@
 """Registration with torch.library: opaque to torch.compile, differentiable.
 
-First derivatives in q, k and v of short segments are a kernel's. Others go through the reference:
-those of longer segments, those in cos or sin with all that are asked for beside, and further ones.
+First derivatives in q, k and v are kernels'. Others go through the reference: those in cos or sin,
+with all that are asked for beside, and further ones.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from triton_kernels.attention import attend, longest_segment, runs_kernel
-from triton_kernels.checks import surely
-from triton_kernels.launching.backward import attention_gradients, has_backward
+from triton_kernels.launching.backward import attention_gradients, needs_lse
 from triton_kernels.launching.fast_path import locate
 from triton_kernels.reference import rope_attention_reference
 
@@ -26,10 +25,14 @@ for _suffix, _tags in (("", ()), ("_waiting", _WAITS)):
     for _qkv in ("varlen{}(Tensor q, Tensor k, Tensor v", "qkvpacked{}(Tensor qkv"):
         _library.define(f"{_qkv.format(_suffix)}, {_ARGUMENTS}) -> Tensor", tags=_tags)
     _library.define(
-        f"backward{_suffix}(Tensor grad, Tensor[] tensors, Tensor cu_seqlens, SymInt? max_seqlen, "
-        "float scale, str implementation, bool[] needed) -> Tensor[]",
+        f"backward{_suffix}(Tensor grad, Tensor[] tensors, Tensor cu_seqlens, Tensor[] kept, "
+        "SymInt? max_seqlen, float scale, str implementation, bool[] needed) -> Tensor[]",
         tags=_tags,
     )
+# The log-sum-exp of each row too, [heads, tokens], which the kernels of long segments write for a
+# backward pass.
+for _qkv in ("varlen_with_lse(Tensor q, Tensor k, Tensor v", "qkvpacked_with_lse(Tensor qkv"):
+    _library.define(f"{_qkv}, {_ARGUMENTS}) -> (Tensor, Tensor)")
 
 
 def _attend(*arguments: Any) -> torch.Tensor:
@@ -37,10 +40,17 @@ def _attend(*arguments: Any) -> torch.Tensor:
     return attend(tensors, options, *locate(tensors))
 
 
+def _attend_with_lse(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors, options = arguments[:-5], arguments[-5:]
+    lse = _like_lse(*arguments)
+    return attend(tensors, options, *locate(tensors), lse), lse
+
+
 def _differentiate(
     grad: torch.Tensor,
     tensors: list[torch.Tensor],
     cu_seqlens: torch.Tensor,
+    kept: list[torch.Tensor],
     max_seqlen: int | None,
     scale: float,
     implementation: str,
@@ -48,15 +58,19 @@ def _differentiate(
 ) -> list[torch.Tensor]:
     """The gradients in those of tensors, (q, k, v, cos, sin) or packed, that need one; contiguous.
 
-    By a kernel where there is one, else by differentiating the reference, computed again.
+    By kernels where they run, else by differentiating the reference, computed again. kept: what a
+    forward pass of long segments kept, or nothing: then that pass is made again.
     """
     q, cos_or_sin = tensors[0], any(needed[-2:])
     is_empty = q.numel() == 0 or cu_seqlens.shape[0] == 1
     if not (is_empty or cos_or_sin) and runs_kernel(q.device, implementation):
         longest = longest_segment(cu_seqlens) if max_seqlen is None else max_seqlen
-        if has_backward(q.dtype, q.shape[-1], longest):
-            found = attention_gradients(grad, tensors, cu_seqlens, longest, scale)
-            return [x for x, n in zip(found, needed, strict=False) if n]
+        if not needs_lse(q.dtype, q.shape[-1], longest):
+            kept = []
+        elif not kept:
+            kept = _attend_with_lse(*tensors, cu_seqlens, longest, scale, "auto", "kernel", False)
+        found = attention_gradients(grad, tensors, cu_seqlens, kept, longest, scale)
+        return [x for x, n in zip(found, needed, strict=False) if n]
     # Dispatch modes call an operator with autograd left out.
     key, included = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
     with included(key.AutogradFunctionality, False), included(key.ADInplaceOrView, False):
@@ -87,39 +101,43 @@ def _like_q(q: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return q.new_empty((q.shape[0], *q.shape[-2:]))
 
 
+def _like_lse(q: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return torch.empty((q.shape[-2], q.shape[0]), dtype=torch.float32, device=q.device)
+
+
+def _like_both(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _like_q(*arguments), _like_lse(*arguments)
+
+
 def _like_needed(
     grad: torch.Tensor, tensors: list[torch.Tensor], *arguments: Any
 ) -> list[torch.Tensor]:
     return [x.new_empty(x.shape) for x, n in zip(tensors, arguments[-1], strict=True) if n]
 
 
-def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
     *tensors, cu_seqlens, max_seqlen, scale, _fuse, implementation, _batch_invariant = inputs
-    ctx.save_for_backward(*tensors, cu_seqlens)
+    kept = output if isinstance(output, tuple) else ()
+    ctx.mark_non_differentiable(*kept[1:])
+    ctx.save_for_backward(*tensors, cu_seqlens, *kept)
     ctx.max_seqlen, ctx.scale, ctx.implementation = max_seqlen, scale, implementation
 
 
-def _waits(
-    grad: torch.Tensor, max_seqlen: int | None, implementation: str, needed: list[bool]
-) -> bool:
-    """Whether a backward pass waits for the GPU, as the reference does, and a bound to be read."""
-    if max_seqlen is None or implementation == "reference" or any(needed[-2:]):
-        return True
-    return not surely(has_backward(grad.dtype, grad.shape[-1], max_seqlen))
-
-
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    *tensors, cu_seqlens = ctx.saved_tensors
+def _backward(ctx: Any, grad: torch.Tensor, *_lse: None) -> tuple[torch.Tensor | None, ...]:
+    inputs = len(ctx.needs_input_grad) - 5
+    *tensors, cu_seqlens = ctx.saved_tensors[:inputs]
+    kept = list(ctx.saved_tensors[inputs:])
     needed = list(ctx.needs_input_grad[: len(tensors)])
     if torch.is_grad_enabled():  # create_graph=True: what is computed here is differentiated again
         tensors = [x.view_as(x) for x in tensors]  # none of these is computed from another
         found = _pull(grad, tensors, cu_seqlens, ctx.scale, needed, create_graph=True)
     else:
-        waits = _waits(grad, ctx.max_seqlen, ctx.implementation, needed)
+        # The reference waits for the GPU, and so does a bound to be read.
+        waits = ctx.max_seqlen is None or ctx.implementation == "reference" or any(needed[-2:])
         operators = torch.ops.fused_rope_attention
         operator = operators.backward_waiting if waits else operators.backward
         options = ctx.max_seqlen, ctx.scale, ctx.implementation
-        found = operator(grad, tensors, cu_seqlens, *options, needed)
+        found = operator(grad, tensors, cu_seqlens, kept, *options, needed)
     grads = iter(found)
     return (*(next(grads) if n else None for n in needed), None, None, None, None, None, None)
 
@@ -132,8 +150,12 @@ def _register(name: str, function: Callable, fake: Callable) -> None:
 
 for _name in ("backward", "backward_waiting"):
     _register(_name, _differentiate, _like_needed)
-for _name in ("varlen", "qkvpacked", "varlen_waiting", "qkvpacked_waiting"):
-    _register(_name, _attend, _like_q)
+for _name, _function, _like in (
+    *((_name, _attend, _like_q) for _name in ("varlen", "varlen_waiting")),
+    *((_name, _attend, _like_q) for _name in ("qkvpacked", "qkvpacked_waiting")),
+    *((_name, _attend_with_lse, _like_both) for _name in ("varlen_with_lse", "qkvpacked_with_lse")),
+):
+    _register(_name, _function, _like)
     torch.library.register_autograd(
         f"fused_rope_attention::{_name}", _backward, setup_context=_save, lib=_library
     )

@@ -16,7 +16,7 @@ from compare.implementations.towers import TowerImplementation, free_memory, our
 from compare.stress import inputs, kernels, server
 from compare.stress.inputs import Sizes
 from compare.stress.kernels import Findings
-from compare.stress.launched import kernels_here
+from compare.stress.launched import BACKWARD, kernels_here
 from compare.stress.server import Traffic
 from compare.stress.subjects import SUBJECTS, Subject
 from compare.workloads.towers import SMALL_TOWERS
@@ -35,11 +35,13 @@ class Check:
         name: as in result files.
         tried: in words, for the report.
         run: goes through the cases of one kernel.
+        gradients: whether it is of those too, whose kernels are to be reached then.
     """
 
     name: str
     tried: str
     run: Callable[[Subject, Sizes], Findings]
+    gradients: bool = False
 
 
 CHECKS = (
@@ -61,6 +63,12 @@ CHECKS = (
         "numerics",
         "logits of 1e4, equal rows, one dominant key, values near fp16's largest",
         kernels.numerics,
+    ),
+    Check(
+        "gradients",
+        "cu_seqlens of any int32 content, NaN in one segment, bit by bit",
+        kernels.gradients,
+        gradients=True,
     ),
 )
 
@@ -100,7 +108,8 @@ def check_stress(
 
 def run_check(check: Check, subject: Subject, sizes: Sizes) -> Record:
     cases, findings = 0, []
-    reached = dict.fromkeys(kernels_here(), 0)
+    wanted = kernels_here() + (BACKWARD if check.gradients else ())
+    reached = dict.fromkeys(wanted, 0)
     try:
         with np.errstate(all="ignore"):  # NaN and infinity are meant, Triton's interpreter is NumPy
             for finding in check.run(subject, sizes):

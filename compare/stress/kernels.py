@@ -169,8 +169,45 @@ def numerics(subject: Subject, sizes: Sizes) -> Findings:
             yield None if error <= limit else told
 
 
+def gradients(subject: Subject, sizes: Sizes) -> Findings:
+    """Those in qkv: the same bits every time and beside NaN; of any cu_seqlens none is garbage."""
+    rng = np.random.default_rng(0)
+    for dtype, route in itertools.product(DTYPES, sizes.routes):
+        shape = {"dtype": dtype, "heads": route.heads, "padding": _PADDING}
+        inputs = draw(route.lengths, sizes, **shape)
+        # Of the result's shape, with no gradient in the segment that is spoilt.
+        first, tokens, end = int(inputs.cu_seqlens[1]), len(inputs.qkv), int(inputs.cu_seqlens[-1])
+        grads = draw(route.lengths, sizes, **shape, seed=1)
+        grads.qkv[:first] = 0
+        grad = subject.put(grads)[0][:, 0]
+        told = f"{dtype}, {_told(route, 'auto')}"
+
+        clean = subject.attend(subject.put(inputs), route.max_seqlen, grad=grad)
+        again = subject.attend(subject.put(inputs), route.max_seqlen, grad=grad)
+        yield None if same_bits(clean, again) else f"another run differs: {told}"
+        yield f"padding has a gradient: {told}" if clean[end:].any() else None
+
+        qkv = inputs.qkv.copy()
+        qkv[:first] = np.nan
+        out = subject.attend(subject.put(replace(inputs, qkv=qkv)), route.max_seqlen, grad=grad)
+        same = _unchanged(subject, out[first:end], clean[first:end])
+        yield None if same else f"other rows changed: nan in the first {first} rows, {told}"
+
+        for _ in range(sizes.runs):
+            values = hostile_cu_seqlens(rng, 5, tokens)
+            arguments = subject.put(replace(inputs, cu_seqlens=values))
+            try:
+                out = subject.attend_guarded(arguments, route.max_seqlen, grad=grad)
+            except MemoryFault as fault:
+                yield f"{fault}: cu_seqlens {values.tolist()}, {told}"
+                continue
+            refused = torch.from_numpy(refusable(values, tokens, route.max_seqlen)).to(out.device)
+            broken = not out[~refused].isfinite().all()
+            yield f"no number: cu_seqlens {values.tolist()}, {told}" if broken else None
+
+
 def _unchanged(subject: Subject, found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two bf16 results of the same rows have the same bits.
+    """Whether two results of the same rows have the same bits.
 
     In the warp-specialized kernel a neighbour's infinity may meet a probability of 0. It then
     computes the row again, on its way back, where probabilities may round otherwise.

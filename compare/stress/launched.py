@@ -10,6 +10,7 @@ from unittest import mock
 
 WARP_SPECIALIZED = "hopper_stream"
 EVERYWHERE = ("rotate", "window", "stream")
+BACKWARD = ("window_backward", "stream_backward_q", "stream_backward_kv")
 
 
 def kernels_here() -> tuple[str, ...]:
@@ -23,7 +24,7 @@ def kernels_here() -> tuple[str, ...]:
 @contextmanager
 def noting_triton() -> Iterator[set[str]]:
     """While it is open, the attention's kernels in PyTorch are added to a set as they launch."""
-    from triton_kernels.launching import plan
+    from triton_kernels.launching import backward, plan
 
     launched: set[str] = set()
     launch = plan.launch_kernel
@@ -32,7 +33,8 @@ def noting_triton() -> Iterator[set[str]]:
         launch(call, *arguments)
         launched.add(_named(call.kernel.__name__))
 
-    with mock.patch.object(plan, "launch_kernel", note):
+    noted = (mock.patch.object(module, "launch_kernel", note) for module in (plan, backward))
+    with next(noted), next(noted):
         yield launched
 
 

@@ -36,12 +36,16 @@ class Subject(ABC):
         """The inputs as arrays on the device."""
 
     @abstractmethod
-    def attend(self, arguments: KernelArguments, max_seqlen: int, **options: Any) -> torch.Tensor:
+    def attend(
+        self, arguments: KernelArguments, max_seqlen: int, grad: Any = None, **options: Any
+    ) -> torch.Tensor:
         """One call: [tokens, heads, head_dim] as a tensor on torch_device(); notes its kernels.
 
         Args:
             arguments: as `put` returns them.
             max_seqlen: bound on a segment's length.
+            grad: the result's gradient, an array of the subject's: then that in qkv is returned,
+                of its shape.
             options: `fuse` and `scale` of the public function.
         """
 
@@ -64,9 +68,15 @@ class Triton(Subject):
     def put(self, inputs: KernelInputs) -> KernelArguments:
         return torch_arguments(inputs)
 
-    def attend(self, arguments: KernelArguments, max_seqlen: int, **options: Any) -> torch.Tensor:
+    def attend(
+        self, arguments: KernelArguments, max_seqlen: int, grad: Any = None, **options: Any
+    ) -> torch.Tensor:
+        qkv, *rest = arguments
+        qkv = qkv.detach().requires_grad_(grad is not None)
         with noting_triton() as launched:
-            out = our_attention("triton_kernels", max_seqlen, **options)(*arguments)
+            out = our_attention("triton_kernels", max_seqlen, **options)(qkv, *rest)
+            if grad is not None:
+                [out] = torch.autograd.grad(out, qkv, grad)
         self.launched = frozenset(launched)
         return out
 
@@ -104,29 +114,41 @@ class Pallas(Subject):
         require_jax_gpu()
         return jax_arguments(inputs)
 
-    def attend(self, arguments: KernelArguments, max_seqlen: int, **options: Any) -> torch.Tensor:
-        call = max_seqlen, tuple(sorted(options.items()))
+    def attend(
+        self, arguments: KernelArguments, max_seqlen: int, grad: Any = None, **options: Any
+    ) -> torch.Tensor:
+        call = max_seqlen, tuple(sorted(options.items())), grad is not None
+        arguments = arguments if grad is None else (*arguments, grad)
         out = from_jax(_jitted(*call)(*arguments))
         self.launched = _kernels(*call, *((x.shape, x.dtype) for x in arguments))
         return out
 
 
 @functools.lru_cache(maxsize=64)
-def _jitted(max_seqlen: int, options: tuple[tuple[str, Any], ...]) -> Any:
+def _jitted(max_seqlen: int, options: tuple[tuple[str, Any], ...], gradient: bool) -> Any:
     import jax
 
-    return jax.jit(our_attention("pallas_kernels", max_seqlen, **dict(options)))
+    attend = our_attention("pallas_kernels", max_seqlen, **dict(options))
+
+    def pulled(qkv: Any, cos: Any, sin: Any, cu_seqlens: Any, grad: Any) -> Any:
+        _, pull = jax.vjp(lambda qkv: attend(qkv, cos, sin, cu_seqlens), qkv)
+        return pull(grad)[0]
+
+    return jax.jit(pulled if gradient else attend)
 
 
 @functools.lru_cache(maxsize=256)
 def _kernels(
-    max_seqlen: int, options: tuple[tuple[str, Any], ...], *forms: tuple[tuple[int, ...], Any]
+    max_seqlen: int,
+    options: tuple[tuple[str, Any], ...],
+    gradient: bool,
+    *forms: tuple[tuple[int, ...], Any],
 ) -> frozenset[str]:
     """Those in the program for arguments of some shapes and dtypes: all of it is run."""
     import jax
 
     shapes = [jax.ShapeDtypeStruct(*form) for form in forms]
-    program = _jitted(max_seqlen, options).trace(*shapes).jaxpr
+    program = _jitted(max_seqlen, options, gradient).trace(*shapes).jaxpr
     return in_jax(program, interpreted=jax.default_backend() == "cpu")
 
 

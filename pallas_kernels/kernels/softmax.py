@@ -29,9 +29,9 @@ from pallas_kernels.kernels.tiles import (
     rotary_tile,
 )
 
-# Of each query row over all keys: the sum of the probabilities, and of V by these [block, main] and
-# [block, tail] (None where there is no tail).
-Sums = tuple[jax.Array, jax.Array, jax.Array | None]
+# Of each query row over all keys: what was subtracted from its logits, the sum of probabilities,
+# and of V by these [block, main] and [block, tail] (None where there is no tail).
+Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 # Sums of a row that are kept apart until its last key: a tile's columns PARTS apart lie in one
 # thread's registers, and adding those up takes no exchange between threads. PARTS divides every
@@ -102,10 +102,10 @@ def visit_segment(
     state = (row_max, row_sums, acc, acc_tail)
     _, _, state = jax.lax.fori_loop(0, whole, visit_whole, (start, tail_logits, state))
     last = Rows(start + whole * block_k, block_k, key_rows < rest)
-    _, row_sums, acc, acc_tail = jax.lax.cond(
+    row_max, row_sums, acc, acc_tail = jax.lax.cond(
         rest > 0, lambda state: visit(last, None, state), lambda state: state, state
     )
-    return jnp.sum(row_sums, axis=1), acc, acc_tail
+    return row_max, jnp.sum(row_sums, axis=1), acc, acc_tail
 
 
 def visit_keys(

@@ -27,6 +27,7 @@ from pallas_kernels.kernels.tiles import (
     sector_shift,
     segment_bounds,
     store_columns,
+    store_numbers,
 )
 
 
@@ -35,6 +36,8 @@ def stream_kernel(
     # the result is [tokens, 1, heads, head_dim]
     q_ref: Ref, k_ref: Ref, v_ref: Ref,
     cos_ref: Ref, sin_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
+    # log-sum-exp of each row [heads, tokens], in powers of two; None: not wanted
+    lse_ref: Ref | None = None,
     *,
     # where q, k and v lie
     parts: tuple[int, int, int],
@@ -103,8 +106,8 @@ def stream_kernel(
     first_segment = jnp.maximum(last_start_at(cu_seqlens_ref, block_start, segments), 0)
     last_segment = last_start_at(cu_seqlens_ref, block_end - 1, segments)
     attend = functools.partial(
-        attend_segments, cu_seqlens_ref, out_head, v_shift, tokens, block_start, visit,
-        main=main, tail=tail, shortest=shortest,
+        attend_segments, cu_seqlens_ref, out_head, lse_ref, v_shift, tokens, block_start,
+        scale_log2, visit, main=main, tail=tail, shortest=shortest,
     )  # fmt: skip
     covered, misfits = attend(first_segment, last_segment, token < block_end, online=online)
     if not online:
@@ -116,13 +119,16 @@ def stream_kernel(
 
     # Tokens of no segment.
     rows = rows._replace(mask=(token < block_end) & ~covered)
+    if lse_ref is not None:
+        store_numbers(lse_ref, head, rows, jnp.zeros((block,), jnp.float32))
     store_columns(out_head, rows, jnp.zeros((block, main), dtype), 0, main, head_dim)
     if tail > 0:
         store_columns(out_head, rows, jnp.zeros((block, tail), dtype), main, tail, head_dim)
 
 
 def attend_segments(
-    cu_seqlens_ref: Ref, out_head: Head, v_shift: Scalar | None, tokens: int, block_start: Scalar,
+    cu_seqlens_ref: Ref, out_head: Head, lse_ref: Ref | None, v_shift: Scalar | None, tokens: int,
+    block_start: Scalar, scale_log2: float,
     # `visit_segment` of this block's queries and head
     visit: Callable[..., Sums],
     # from which segment to which, and which of the block's tokens are wanted
@@ -141,8 +147,9 @@ def attend_segments(
         keys = jnp.where(end > block_start, end - start, 0)  # 0: only padding follows it
         if shortest > 0:
             keys = jnp.where(end - start < shortest, 0, keys)
-        row_sum, acc, acc_tail = visit(start, keys, online=online)
-        rescale = (1.0 / jnp.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
+        row_max, row_sum, acc, acc_tail = visit(start, keys, online=online)
+        divisor = jnp.where(row_sum == 0.0, 1.0, row_sum)  # 0: an empty segment
+        rescale = (1.0 / divisor)[:, None]
         out = acc * rescale
         out_tail = acc_tail * rescale if tail > 0 else None
         mask = (token >= start) & (token < end) & wanted
@@ -154,6 +161,9 @@ def attend_segments(
             misfits |= mask & ~fits
             mask &= fits
         rows = Rows(block_start, block, mask)
+        if lse_ref is not None:
+            lse = row_max * scale_log2 + jnp.log2(divisor)
+            store_numbers(lse_ref, out_head.head, rows, lse)
         store_columns(out_head, rows, out.astype(dtype), 0, main, head_dim, v_shift)
         if tail > 0:
             store_columns(out_head, rows, out_tail.astype(dtype), main, tail, head_dim, v_shift)

@@ -180,6 +180,16 @@ def store_columns(
     plgpu.store(_window(x, rows, columns), tile, mask=tile_mask(rows, column_mask))
 
 
+def load_numbers(x_ref: Ref, head: Scalar, rows: Rows, other: float) -> jax.Array:
+    """A number for each row, of a [heads, tokens] ref; another where masked."""
+    return _load(x_ref.at[head, pl.ds(rows.first, rows.count)], rows.mask, other)
+
+
+def store_numbers(x_ref: Ref, head: Scalar, rows: Rows, numbers: jax.Array) -> None:
+    """The inverse of load_numbers."""
+    plgpu.store(x_ref.at[head, pl.ds(rows.first, rows.count)], numbers, mask=rows.mask)
+
+
 def pair_columns(
     first: int, width: int, head_dim: int, rotary_dim: int
 ) -> tuple[pl.Slice | jax.Array, pl.Slice | jax.Array, jax.Array | None]:

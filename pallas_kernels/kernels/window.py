@@ -23,6 +23,7 @@ from pallas_kernels.kernels.tiles import (
     rotary_tile,
     segment_bounds,
     store_columns,
+    store_numbers,
 )
 
 
@@ -31,6 +32,8 @@ def window_kernel(
     # the result is [tokens, 1, heads, head_dim]
     q_ref: Ref, k_ref: Ref, v_ref: Ref,
     cos_ref: Ref, sin_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
+    # log-sum-exp of each row [heads, tokens], in powers of two; None: not wanted
+    lse_ref: Ref | None = None,
     *,
     # where q, k and v lie
     parts: tuple[int, int, int],
@@ -106,7 +109,10 @@ def window_kernel(
         # The difference comes first: it is exactly 0 for the largest, however large that is.
         row_max = jnp.max(logits, axis=1)
         p = exp2((logits - row_max[:, None]) * scale_log2, interpreted)
-        rescale = (1.0 / jnp.sum(p, axis=1))[:, None]
+        row_sum = jnp.sum(p, axis=1)
+        if lse_ref is not None:
+            store_numbers(lse_ref, head, rows, row_max * scale_log2 + jnp.log2(row_sum))
+        rescale = (1.0 / row_sum)[:, None]
         p = p.astype(dtype)
 
         out = (dot(p, v) * rescale).astype(dtype)

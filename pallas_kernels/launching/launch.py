@@ -1,6 +1,7 @@
 """Launching kernels: through Pallas' Triton backend, and on Hopper GPUs through Mosaic."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,55 +22,49 @@ def run(
     launch: Launch,
     interpret: bool,
     operands: tuple[jax.Array, ...],
-    disable_licm: bool = False,
-    result: jax.Array | None = None,
 ) -> jax.Array:
     """`run_all` of a kernel that has one result."""
-    options = launch, interpret, operands, disable_licm, result
-    [written] = run_all(kernel, programs, 1, shape, dtype, *options)
+    [written] = run_all(kernel, programs, [(shape, dtype)], launch, interpret, operands)
     return written
 
 
 def run_all(
     kernel: functools.partial,
     programs: int,
-    results: int,
-    shape: tuple[int, ...],
-    dtype: DTypeLike,
+    results: Sequence[tuple[tuple[int, ...], DTypeLike]],
     launch: Launch,
     interpret: bool,
     operands: tuple[jax.Array, ...],
     disable_licm: bool = False,
-    result: jax.Array | None = None,
+    written: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:
     """Run a kernel on its operands, through Pallas' Triton backend.
 
     Args:
         kernel: takes references to the operands and to the results.
         programs: of a one-dimensional grid.
-        results: how many there are.
-        shape, dtype: of each result.
+        results: shape and dtype of each.
         launch: warps, stages, registers; block sizes are the kernel's to know.
         interpret: in Pallas' interpreter.
         operands: arrays.
         disable_licm: see `TritonParams`.
-        result: what is written to, where the kernel does not write all of its only result.
+        written: what is written to, of the last results, where the kernel does not write all of
+            them.
     """
-    aliases, body = {}, kernel
-    if result is not None:
-        aliases, operands = {len(operands): 0}, (*operands, result)
+    read, count = len(operands), len(written)
+    aliases = {read + i: len(results) - count + i for i in range(count)}
+    operands = (*operands, *written)
 
-        def body(*refs: jax.Array) -> None:
-            *read, _, out = refs  # the last two are the same memory
-            kernel(*read, out)
+    def body(*refs: jax.Array) -> None:
+        kernel(*refs[:read], *refs[read + count :])  # what is left out is the memory of the last
 
     # Under shard_map the results vary over the mesh axes that any operand varies over.
     manual_axis_type = jax.sharding.ManualAxisType(varying=varying_axes(*operands))
-    written = jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type)
+    struct = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=manual_axis_type)
     call = pl.pallas_call(
-        body,
+        body if written else kernel,
         grid=(programs,),
-        out_shape=(written,) * results,
+        out_shape=tuple(struct(*result) for result in results),
         input_output_aliases=aliases,
         compiler_params=compiler_params(launch, disable_licm),
         interpret=interpret,

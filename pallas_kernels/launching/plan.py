@@ -24,7 +24,7 @@ from pallas_kernels.launching.choose import (
     rows_of,
     window_limit,
 )
-from pallas_kernels.launching.launch import run, run_hopper_stream
+from pallas_kernels.launching.launch import run, run_all, run_hopper_stream
 
 LOG2_E = 1.4426950408889634
 
@@ -48,8 +48,10 @@ class Serving(NamedTuple):
 
 def attend(
     *arrays: tuple | jax.Array, max_seqlen: int, fuse: str, batch_invariant: bool, **options: Any
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     """The operation on the GPU, or in Pallas' interpreter; returns [tokens, heads, head_dim].
+
+    And, if they are kept, the log-sum-exp of each row [heads, tokens], in powers of two.
 
     Where it is batch-invariant a segment's own length alone says what serves it: short ones, and
     the others, go to a kernel each, by launches that no size decides.
@@ -59,6 +61,7 @@ def attend(
         max_seqlen, scale, batch_invariant: as in fused_rope_attention.
         fuse: "qk", "q" or "none"; or "auto", if it is batch-invariant.
         interpret: in Pallas' interpreter.
+        keeps_lse: whether log-sum-exps are written, for a backward pass.
     """
     if not batch_invariant:
         return _attend(*arrays, serving=Serving(max_seqlen), fuse=fuse, **options)
@@ -73,7 +76,7 @@ def attend(
     others = Serving(INVARIANT_LENGTH, INVARIANT_ROWS, shortest=limit + 1)
     fuse = "none" if fuse == "auto" else fuse
     # First, as the stream kernel puts what it rotates into all rows of the result.
-    return short(result=_attend(*arrays, serving=others, fuse=fuse, **options))
+    return short(written=_attend(*arrays, serving=others, fuse=fuse, **options))
 
 
 def _attend(
@@ -86,17 +89,18 @@ def _attend(
     scale: float,
     fuse: str,
     interpret: bool,
-    result: jax.Array | None = None,
-) -> jax.Array:
+    keeps_lse: bool = False,
+    written: tuple[jax.Array, ...] = (),
+) -> tuple[jax.Array, ...]:
     """What one attention kernel does of it; fuse is not "auto".
 
-    result: what is written to, where the kernel does not write all of it.
+    written: what is written to, where the kernel does not write all of it.
     """
     (q, k, v), (q_part, k_part, v_part) = operands(qkv)
     tokens, _, heads, head_dim = v.shape
     shape = v.dtype, head_dim, serving.max_seqlen, tokens, heads
     # Of batch-invariant calls none is, as that is for calls that fill a GPU.
-    may_be = fuse == "none" and not interpret and serving.rows is None
+    may_be = fuse == "none" and not interpret and serving.rows is None and not keeps_lse
     warp_specialized = may_be and is_warp_specialized(*shape)
     rows = rows_of(tokens) if warp_specialized else tokens
     rotate = (
@@ -116,9 +120,9 @@ def _attend(
     parts, scale_log2 = (q_part, k_part, v_part), scale * LOG2_E
     if warp_specialized:
         guess = min(serving.max_seqlen, tokens)
-        return run_hopper_stream(q, k, v, cu_seqlens, parts, scale_log2, guess)
+        return (run_hopper_stream(q, k, v, cu_seqlens, parts, scale_log2, guess),)
     read = q, k, v, cos, sin, cu_seqlens
-    return _attention(read, parts, scale_log2, serving, fuse, interpret, result)
+    return _attention(read, parts, scale_log2, serving, fuse, interpret, keeps_lse, written)
 
 
 def rotate_by_kernel(
@@ -167,11 +171,12 @@ def _attention(
     serving: Serving,
     fuse: str,
     interpret: bool,
-    result: jax.Array | None,
-) -> jax.Array:
+    keeps_lse: bool,
+    written: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
     """Attention that reads (q, k, v, cos, sin, cu_seqlens), of the first three one part each.
 
-    fuse: "qk", or what is rotated already, K ("q") or both. result: as in `_attend`.
+    fuse: "qk", or what is rotated already, K ("q") or both. written: as in `_attend`.
     """
     _, _, v, _, _, cu_seqlens = read
     tokens, _, heads, head_dim = v.shape
@@ -191,8 +196,11 @@ def _attention(
         kernel, parts=parts, scale_log2=scale_log2, main=main, tail=tail, block=launch.block,
         rotate_q=fuse != "none", rotate_k=fuse == "qk", interpreted=interpret, **blocks,
     )  # fmt: skip
-    shape = (tokens, 1, heads, head_dim)
+    results = [((tokens, 1, heads, head_dim), v.dtype)]
+    if keeps_lse:
+        results.append(((heads, tokens), jnp.float32))
     disable_licm = not hoists(head_dim, v.dtype)
-    result = None if result is None else result[:, None]
-    how = launch, interpret, read, disable_licm, result
-    return run(kernel, programs, shape, v.dtype, *how)[:, 0]
+    written = (written[0][:, None], *written[1:]) if written else ()
+    how = launch, interpret, read, disable_licm, written
+    out, *lse = run_all(kernel, programs, results, *how)
+    return out[:, 0], *lse

@@ -56,6 +56,19 @@ class TestReference(JaxGradients, GradientContract, LongGradientContract):
     implementation = "reference"
 
 
+@pytest.mark.parametrize("max_seqlen", [16, 4096])
+def test_what_a_forward_pass_keeps(max_seqlen):
+    """Of short segments nothing but its inputs; of long ones the result and a number a row."""
+    case = make_case((9, 14), heads=3, head_dim=16)
+    arguments = list(map(jnp.asarray, case.packed))
+    attend = public_function(True, {"implementation": "kernel", "max_seqlen": max_seqlen})
+    qkv, *rest = arguments
+    _, pull = jax.eval_shape(lambda qkv: jax.vjp(lambda x: attend(x, *rest), qkv), qkv)
+    kept = sorted((x.shape, x.dtype.name) for x in jax.tree.leaves(pull))
+    others = [((3, 23), "float32"), ((23, 3, 16), "bfloat16")] if max_seqlen == 4096 else []
+    assert kept == sorted([*((x.shape, x.dtype.name) for x in arguments), *others])
+
+
 @pytest.mark.parametrize("implementation", ["kernel", "reference"])
 def test_forward_mode_is_refused(implementation):
     *arguments, cu_seqlens = map(jnp.asarray, make_case([5], head_dim=16).packed)

@@ -28,10 +28,10 @@ case = make_case((5, 0, 9), heads=4, head_dim=16, dtype="float32", trailing=3)
 mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
 
 
-def results(arguments, packed, implementation):
+def results(arguments, packed, implementation, max_seqlen):
     name = "fused_rope_attention" + "_qkvpacked" * packed
     attend = functools.partial(
-        getattr(pallas_kernels, name), max_seqlen=16, implementation=implementation
+        getattr(pallas_kernels, name), max_seqlen=max_seqlen, implementation=implementation
     )
 
     def loss(cu_seqlens, *arguments):
@@ -43,18 +43,22 @@ def results(arguments, packed, implementation):
     return jax.tree.leaves(jax.jit(jax.grad(loss, argnums, True))(cu_seqlens, *differentiable))
 
 
-for packed, implementation, heads in ((True, "kernel", ("a", "b")), (False, "auto", "b")):
+for packed, heads, *options in (
+    (True, ("a", "b"), "kernel", 16),
+    (True, ("a", "b"), "kernel", 40),  # which no tile holds
+    (False, "b", "auto", 16),
+):
     arguments = case.packed if packed else case.separate
-    expected = results(arguments, packed, implementation)
+    expected = results(arguments, packed, *options)
     by_heads = PartitionSpec(None, *[None] * packed, heads)
     specs = [by_heads if x.ndim > 2 else PartitionSpec() for x in arguments]
     split = [
         jax.device_put(x, NamedSharding(mesh, spec))
         for x, spec in zip(arguments, specs, strict=True)
     ]
-    for ours, whole in zip(results(split, packed, implementation), expected, strict=True):
+    for ours, whole in zip(results(split, packed, *options), expected, strict=True):
         if whole.ndim > 2:
-            assert heads in jax.typeof(ours).sharding.spec, (packed, implementation)
+            assert heads in jax.typeof(ours).sharding.spec, (packed, *options)
         np.testing.assert_allclose(ours, whole, rtol=0, atol=1e-5 * np.abs(whole).max())
 """
 

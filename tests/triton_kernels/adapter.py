@@ -6,6 +6,7 @@ import torch
 
 import triton_kernels
 from compare.stress.guards import guarded, guarded_results, intact, same_bits
+from tests.kernel_cases import log_sum_exps
 from triton_kernels.launching.choose import launch_source
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,6 +25,21 @@ def to_numpy(x):
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return x.numpy()
+
+
+def assert_log_sum_exps(case, max_seqlen, **options):
+    """Those that a forward pass keeps, and that its result has the same bits with and without."""
+    scale, options = (
+        case.qkv.shape[-1] ** -0.5,
+        {"fuse": "auto", "batch_invariant": False} | options,
+    )
+    arguments = *map(to_torch, case.packed), max_seqlen, scale, options["fuse"], "kernel"
+    operators = torch.ops.fused_rope_attention
+    with interpreted_nan():
+        out, found = operators.qkvpacked_with_lse(*arguments, options["batch_invariant"])
+        without = operators.qkvpacked(*arguments, options["batch_invariant"])
+    np.testing.assert_allclose(to_numpy(found), log_sum_exps(case), rtol=1e-3, atol=1e-2)
+    assert same_bits(out, without)
 
 
 def interpreted_nan():

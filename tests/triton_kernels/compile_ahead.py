@@ -43,6 +43,7 @@ from tests.triton_kernels.machine_code import (
 )
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
 from triton_kernels import attention
+from triton_kernels.kernels.rotate import rotate_kernel
 from triton_kernels.launching import backward as backward_module
 from triton_kernels.launching import choose as launch_module
 from triton_kernels.launching import fast_path
@@ -140,7 +141,8 @@ USUAL = [*both_kernels(80), *usual_variants(90), *both_kernels(100)]
 
 def table_key(record: dict) -> str:
     """A record's name in the table."""
-    return f"{record['kernel']}: {record['variant']}"
+    kept = " with log-sum-exps" if record["keeps_lse"] else ""
+    return f"{record['kernel']}{kept}: {record['variant']}"
 
 
 def table_entry(record: dict) -> dict[str, int]:
@@ -194,15 +196,24 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
             # The stream kernel, whose place is taken here, serves images of other sizes.
             with launch_module.launching_by(launch_module._PACKAGED, warp_specialized=False):
                 torch.ops.fused_rope_attention.qkvpacked(*arguments)
-            del recorded[-2]  # the rotation again
-        if backward_module.has_backward(dtype, variant.head_dim, bound):
+        if variant.fuse == "auto":
             grad, needed = torch.empty_like(qkv[:, 0]), [True, False, False]
-            options = cu_seqlens, bound, scale, "kernel", needed
+            kept = []
+            if backward_module.needs_lse(dtype, variant.head_dim, bound):
+                kept = torch.ops.fused_rope_attention.qkvpacked_with_lse(*arguments)
+            options = cu_seqlens, kept, bound, scale, "kernel", needed
             torch.ops.fused_rope_attention.backward(grad, [*tensors], *options)
         if variant.max_seqlen == STREAM and variant.fuse == "auto":
             qk = qkv.view(TOKENS, 3 * HEADS, variant.head_dim)[:, : 2 * HEADS]
             rotate_in_order(qk, qk, angles, angles)
-    return recorded
+    rotations = [i for i, x in enumerate(recorded) if x[0] is rotate_kernel]  # all the same
+    return [x for i, x in enumerate(recorded) if i not in rotations[1:]]
+
+
+def keeps_lse(kernel: JITFunction, arguments: tuple) -> bool:
+    """Whether a launch writes the log-sum-exps that a backward pass needs."""
+    named = dict(zip(kernel.arg_names, arguments, strict=True))
+    return "backward" not in kernel.__name__ and named.get("lse_ptr") is not None
 
 
 def tile_type(x) -> str:
@@ -218,7 +229,8 @@ def source(kernel: JITFunction, arguments: tuple) -> ASTSource:
     for i, (parameter, x) in enumerate(zip(kernel.params, arguments, strict=True)):
         name = parameter.name
         specialize = not (parameter.is_constexpr or parameter.do_not_specialize)
-        if parameter.is_constexpr or (specialize and isinstance(x, int) and x == 1):
+        is_one = specialize and isinstance(x, int) and x == 1
+        if parameter.is_constexpr or is_one or x is None:
             signature[name], constants[name] = "constexpr", x
             continue
         if hasattr(x, "block_shape"):
@@ -250,6 +262,7 @@ def compile_variant(variant: Variant) -> list[dict]:
                 "variant": str(variant),
                 "arch": variant.arch,
                 "kernel": kernel.__name__,
+                "keeps_lse": keeps_lse(kernel, arguments),
                 "shared": compiled.metadata.shared,
                 "registers": registers,
                 "maxnreg": options.get("maxnreg"),

@@ -85,6 +85,7 @@ def compiled():
 
 def test_every_architecture_and_kernel_is_compiled(compiled):
     kernels = {"window_kernel", "window_backward_kernel", "stream_kernel", "rotate_kernel"}
+    kernels |= {"stream_backward_q_kernel", "stream_backward_kv_kernel"}
     assert {(r["arch"], r["kernel"]) for r in compiled} >= {
         (arch, kernel) for arch in SHARED_LIMIT for kernel in kernels
     }
@@ -166,9 +167,10 @@ def test_queries_are_multiplied_from_shared_memory(compiled):
 # Not good, but known, and no more than the table says: on sm_80 windows of 64 rows whose heads have
 # a tail, windows of 128, 96, 120 and 192 columns, and loads of single elements; anywhere 256
 # columns, the gradients of 192 in windows of 128, 208 in fp32, or 168 of which keys are rotated in
-# the loop.
+# the loop; on sm_80 the gradients of 128 in whole images, outside of their loops.
 SPILLING = re.compile(
-    r"sm_80, ((96|120), .*|(72|80), .*max 64.*|.*max 128|.*unaligned)|.*, (168|192|208|256), .*"
+    r"sm_80, ((96|120), .*|(72|80), .*max 64.*|.*max 128|128, .*max 9216|.*unaligned)"
+    r"|.*, (168|192|208|256), .*"
 )
 
 

@@ -33,14 +33,30 @@ def test_operators_are_registered_as_pytorch_asks(packed, requires_grad, impleme
 
 
 @both_forms
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_operators_that_keep_log_sum_exps_are_registered_as_pytorch_asks(packed, requires_grad):
+    name = "qkvpacked_with_lse" if packed else "varlen_with_lse"
+    operator = getattr(torch.ops.fused_rope_attention, name)
+    *tensors, cu_seqlens = arguments_of(packed)
+    for x in tensors[:-2]:
+        x.requires_grad_(requires_grad)
+    options = 33, 0.25, "auto", "kernel", False
+    torch.library.opcheck(operator.default, (*tensors, cu_seqlens, *options))
+
+
+@both_forms
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("implementation", ["reference", "kernel"])
-def test_the_backward_operator_is_registered_as_pytorch_asks(packed, implementation):
+def test_the_backward_operator_is_registered_as_pytorch_asks(packed, implementation, long):
     *tensors, cu_seqlens = arguments_of(packed)
     *qkv, cos, sin = tensors
     qkv = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in qkv]  # dense, but tokens inside
     grad = torch.ones_like(tensors[0][:, 0] if packed else tensors[0])
     needed = [True] * len(qkv) + [implementation == "reference"] * 2
-    arguments = (grad, [*qkv, cos, sin], cu_seqlens, 16, 0.25, implementation, needed)
+    tokens, heads = grad.shape[:2]
+    kept = [torch.ones_like(grad), torch.zeros(heads, tokens, device=grad.device)] if long else []
+    options = 33 if long else 16, 0.25, implementation, needed
+    arguments = (grad, [*qkv, cos, sin], cu_seqlens, kept, *options)
     for name in ("backward", "backward_waiting"):
         operator = getattr(torch.ops.fused_rope_attention, name)
         torch.library.opcheck(operator.default, arguments)
@@ -182,7 +198,8 @@ def test_fake_tensors_tell_shape_dtype_and_layout(packed):
     [
         ({"max_seqlen": 16}, False, (False, False)),
         ({"max_seqlen": 16}, True, (False, True)),
-        ({"max_seqlen": 4096}, False, (False, True)),
+        ({"max_seqlen": 4096}, False, (False, False)),
+        ({"max_seqlen": 4096}, True, (False, True)),
         ({"max_seqlen": None}, False, (True, True)),
         ({"max_seqlen": 16, "implementation": "reference"}, False, (True, True)),
     ],
@@ -207,7 +224,7 @@ def test_a_compiler_is_told_what_no_cuda_graph_can_hold(packed, options, angles,
 @EMPTY_GRAPH
 @pytest.mark.gpu
 @both_forms
-@pytest.mark.parametrize("max_seqlen", [None, 16])
+@pytest.mark.parametrize("max_seqlen", [None, 16, 4096])
 def test_reduced_overhead(packed, max_seqlen):
     torch.compiler.reset()
 

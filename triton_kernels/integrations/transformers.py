@@ -79,7 +79,7 @@ def accelerate(model: Model, *, cuda_graphs: bool = True) -> Model:
     forward of their own: accelerate before these. A norm, MLP or rotary embedding that runs another
     library's code is left as it is, and so are layers within an MLP (adapters, quantised ones),
     which are called. Run a backward pass on the same side of the change as its forward pass.
-    Attention on a CPU and its backward pass anywhere run through the reference.
+    Attention on a CPU runs through the reference.
 
     Args:
         model: a Hugging Face model named in families.md, with or without its head, or one built

@@ -33,6 +33,8 @@ def visit_segment(q, k, v, ping_pong, tile, tiles, first_keys, keys, scale_log2,
                   GROUP: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """Over a segment's keys, by one reference a row: sums of the probabilities, and of V by these.
 
+    The first returned is what was subtracted from a row's scaled logits.
+
     The product of a tile's probabilities and V is computed together with the logits of the next,
     and groups play ping-pong with these: while one multiplies, the other takes exponentials.
     """
@@ -77,7 +79,7 @@ def visit_segment(q, k, v, ping_pong, tile, tiles, first_keys, keys, scale_log2,
     acc, acc_tail = add_values(p, v_main.index(stage), v_tail.index(stage), acc, acc_tail, TAIL)
     acc, acc_tail = wait_for_sums(acc, acc_tail, TAIL)
     mbarrier.arrive(v_empty.index(stage), count=1)
-    return gl.sum(row_sums, 1), acc, acc_tail
+    return reference, gl.sum(row_sums, 1), acc, acc_tail
 
 
 @gluon.constexpr_function
@@ -134,7 +136,7 @@ def visit_online(q, k, v, descs, tile, tiles, start, first_keys, head, scale_log
         acc, acc_tail = scaled(acc, acc_tail, decay, TAIL)
         acc, acc_tail = add_values(p.to(q[0].dtype), v_main, v_tail, acc, acc_tail, TAIL)
         acc, acc_tail = wait_for_sums(acc, acc_tail, TAIL)
-    return row_sum, acc, acc_tail
+    return row_max * scale_log2, row_sum, acc, acc_tail
 
 
 @gluon.jit

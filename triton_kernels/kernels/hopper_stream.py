@@ -53,6 +53,8 @@ def hopper_stream_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc,
     # tensors
     out_ptr, cu_seqlens_ptr,
+    # log-sum-exp of each row [heads, tokens], in powers of two; None: not wanted
+    lse_ptr,
     # sizes and scale
     tokens, segments, max_seqlen, scale_log2,
     # shape of a head and how it is cut
@@ -88,12 +90,14 @@ def hopper_stream_kernel(
 
     descs = (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc)
     out_ptr += block_start.to(gl.int64) * HEADS * HEAD_DIM + head * HEAD_DIM
+    if lse_ptr is not None:
+        lse_ptr += head.to(gl.int64) * tokens + block_start
     gl.warp_specialize(
         [
-            (attend_rows, (q, k, v, again, ping_pong, descs, out_ptr, visited, head, scale_log2,
-                           gl.constexpr(0), HEADS, HEAD_DIM, MAIN, TAIL)),
-            (attend_rows, (q, k, v, again, ping_pong, descs, out_ptr, visited, head, scale_log2,
-                           gl.constexpr(1), HEADS, HEAD_DIM, MAIN, TAIL)),
+            (attend_rows, (q, k, v, again, ping_pong, descs, out_ptr, lse_ptr, visited, head,
+                           scale_log2, gl.constexpr(0), HEADS, HEAD_DIM, MAIN, TAIL)),
+            (attend_rows, (q, k, v, again, ping_pong, descs, out_ptr, lse_ptr, visited, head,
+                           scale_log2, gl.constexpr(1), HEADS, HEAD_DIM, MAIN, TAIL)),
             (load_tiles, (q, k, v, descs, visited, head, HEADS, MAIN, TAIL)),
         ],
         [4, 1],
@@ -158,7 +162,7 @@ def load_tiles(q, k, v, descs, visited, head,
 
 
 @gluon.jit
-def attend_rows(q, k, v, again, ping_pong, descs, out_ptr, visited, head, scale_log2,
+def attend_rows(q, k, v, again, ping_pong, descs, out_ptr, lse_ptr, visited, head, scale_log2,
                 GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
                 MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """A computing group of warps: the result of its rows."""
@@ -167,16 +171,17 @@ def attend_rows(q, k, v, again, ping_pong, descs, out_ptr, visited, head, scale_
     q = (q_main.index(GROUP), q_tail.index(GROUP))
     token = block_start + group_rows(GROUP, sums_layout(MAIN))
     misfits = token < 0
-    clear_padding(out_ptr, visited, GROUP, HEADS, HEAD_DIM, MAIN, TAIL)
+    clear_padding(out_ptr, lse_ptr, visited, GROUP, HEADS, HEAD_DIM, MAIN, TAIL)
     mbarrier.wait(q_full.index(0), 0)
     tile = 0
     # Moved out of this loop, the result's addresses would take registers from the loop over keys.
     for segment in tl.range(first_segment, last_segment + 1, disable_licm=True):
         start, end, tiles, first_keys = keys_of(visited, segment)
-        row_sum, acc, acc_tail = visit_segment(
+        reference, row_sum, acc, acc_tail = visit_segment(
             q, k, v, ping_pong, tile, tiles, first_keys, end - start, scale_log2, GROUP, MAIN, TAIL
         )
         tile += tiles
+        store_lse(lse_ptr, start - block_start, end - block_start, None, reference, row_sum, GROUP)
         out, out_tail = scaled(acc, acc_tail, 1.0 / row_sum, TAIL)
         # Also rows that do not fit, which the same threads write over later.
         store_rows(out_ptr, start - block_start, end - block_start, None, out, out_tail,
@@ -186,13 +191,13 @@ def attend_rows(q, k, v, again, ping_pong, descs, out_ptr, visited, head, scale_
 
     if gl.sum(misfits.to(gl.int32), 0) > 0:
         attend_again(
-            q, k, v, again, descs, out_ptr, visited, head, misfits, tile, scale_log2,
+            q, k, v, again, descs, out_ptr, lse_ptr, visited, head, misfits, tile, scale_log2,
             GROUP, HEADS, HEAD_DIM, MAIN, TAIL,
         )  # fmt: skip
 
 
 @gluon.jit
-def clear_padding(out_ptr, visited, GROUP: gl.constexpr, HEADS: gl.constexpr,
+def clear_padding(out_ptr, lse_ptr, visited, GROUP: gl.constexpr, HEADS: gl.constexpr,
                   HEAD_DIM: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """Zeros into all of the group's rows, unless segments surely cover the block.
 
@@ -208,10 +213,12 @@ def clear_padding(out_ptr, visited, GROUP: gl.constexpr, HEADS: gl.constexpr,
         acc, acc_tail = zero_sums(MAIN, TAIL)
         store_rows(out_ptr, 0, tokens - block_start, None, acc, acc_tail,
                    GROUP, HEADS, HEAD_DIM, MAIN, TAIL)  # fmt: skip
+        row_sum = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, acc.type.layout))
+        store_lse(lse_ptr, 0, tokens - block_start, None, row_sum - row_sum, row_sum, GROUP)
 
 
 @gluon.jit
-def attend_again(q, k, v, again, descs, out_ptr, visited, head, misfits, tile, scale_log2,
+def attend_again(q, k, v, again, descs, out_ptr, lse_ptr, visited, head, misfits, tile, scale_log2,
                  GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
                  MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """Rows that their reference does not fit, once all groups have read all tiles."""
@@ -225,13 +232,27 @@ def attend_again(q, k, v, again, descs, out_ptr, visited, head, misfits, tile, s
     tile = 0
     for segment in range(first_segment, last_segment + 1):
         start, end, tiles, first_keys = keys_of(visited, segment)
-        row_sum, acc, acc_tail = visit_online(
+        row_max, row_sum, acc, acc_tail = visit_online(
             q, k, v, descs, tile, tiles, start, first_keys, head, scale_log2, HEADS, MAIN, TAIL
         )
         tile += tiles
+        store_lse(lse_ptr, start - block_start, end - block_start, misfits, row_max, row_sum, GROUP)
         out, out_tail = scaled(acc, acc_tail, 1.0 / row_sum, TAIL)
         store_rows(out_ptr, start - block_start, end - block_start, misfits, out, out_tail,
                    GROUP, HEADS, HEAD_DIM, MAIN, TAIL)  # fmt: skip
+
+
+@gluon.jit
+def store_lse(lse_ptr, first, last, wanted, reference, row_sum, GROUP: gl.constexpr):
+    """Write the log-sum-exp of the rows that store_rows would write; None: of none."""
+    if lse_ptr is not None:
+        LAYOUT: gl.constexpr = reference.type.layout
+        row = group_rows(GROUP, LAYOUT.parent)
+        mask = (row >= first) & (row < last)
+        if wanted is not None:
+            mask = mask & gl.convert_layout(wanted, LAYOUT)
+        lse = reference + gl.log2(gl.convert_layout(row_sum, LAYOUT))
+        gl.store(lse_ptr + row, lse, mask=mask)
 
 
 @gluon.jit

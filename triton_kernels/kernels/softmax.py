@@ -50,7 +50,10 @@ def visit_segment(
     MAIN: tl.constexpr, TAIL: tl.constexpr,
     ROTATE_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr,
 ):  # fmt: skip
-    """Over a segment's keys, for all query rows: sums of the probabilities, and of V by these."""
+    """Over a segment's keys, for all query rows: sums of the probabilities, and of V by these.
+
+    The first returned is what was subtracted from a row's logits.
+    """
     BLOCK: tl.constexpr = q.shape[0]
     key_rows = tl.arange(0, BLOCK_K)
     first_key = start.to(tl.int64)
@@ -108,7 +111,7 @@ def visit_segment(
             q, q_tail, head, None, row_max, row_sums, acc, acc_tail,
             HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, ONLINE,
         )  # fmt: skip
-    return tl.sum(row_sums, 1), acc, acc_tail
+    return row_max, tl.sum(row_sums, 1), acc, acc_tail
 
 
 @triton.jit

@@ -33,6 +33,8 @@ def stream_kernel(
     # tensors
     q_ptr, k_ptr, v_ptr, out_ptr,
     cos_ptr, sin_ptr, cu_seqlens_ptr,
+    # log-sum-exp of each row [heads, tokens], in powers of two; None: not wanted
+    lse_ptr,
     # sizes and scale
     tokens, segments, scale_log2,
     # strides, see ALIGNED; the last axis is contiguous
@@ -71,6 +73,8 @@ def stream_kernel(
     q_ptr += first * q_stride + head.to(tl.int64) * q_head_stride * UNIT
     out_stride = HEADS * HEAD_DIM
     out_ptr += first * out_stride + head * HEAD_DIM
+    if lse_ptr is not None:
+        lse_ptr += head.to(tl.int64) * tokens + first
 
     mask = token < block_end
     q_cos_ptr = cos_ptr + first * angle_stride
@@ -111,7 +115,7 @@ def stream_kernel(
     first_segment = tl.maximum(last_start_at(cu_seqlens_ptr, block_start, segments), 0)
     last_segment = last_start_at(cu_seqlens_ptr, block_end - 1, segments)
     covered, misfits = attend_segments(
-        k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
+        k_ptr, v_ptr, out_ptr, lse_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
         k_stride, v_stride, angle_stride, out_stride, v_shift,
         first_segment, last_segment, block_start, token < block_end, q, q_tail, head,
         HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE, SHORTEST,
@@ -121,7 +125,7 @@ def stream_kernel(
         # branch the compiler would have the products wait for each other.
         are_misfits = tl.sum(misfits.to(tl.int32), 0) > 0
         attend_segments(
-            k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
+            k_ptr, v_ptr, out_ptr, lse_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
             k_stride, v_stride, angle_stride, out_stride, v_shift,
             first_segment, tl.where(are_misfits, last_segment, -1), block_start, misfits,
             q, q_tail, head,
@@ -130,6 +134,8 @@ def stream_kernel(
 
     # Tokens of no segment.
     mask = (token < block_end) & (covered == 0)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + rows, tl.zeros([BLOCK], tl.float32), mask=mask)
     zeros = tl.zeros([BLOCK, MAIN], dtype)
     store_columns(out_ptr, out_stride, rows, mask, zeros, 0, MAIN, HEAD_DIM)
     if TAIL > 0:
@@ -139,8 +145,8 @@ def stream_kernel(
 
 @triton.jit
 def attend_segments(
-    # the head's K and V, and the angles, from their first token on; the result from the block's
-    k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
+    # the head's K and V, and the angles, from their first token on; the results from the block's
+    k_ptr, v_ptr, out_ptr, lse_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
     k_stride, v_stride, angle_stride, out_stride, v_shift,
     # from which segment to which; the block's first token, and which of its tokens are wanted
     first_segment, last_segment, block_start, wanted, q, q_tail, head,
@@ -163,12 +169,13 @@ def attend_segments(
         keys = tl.where(end > block_start, end - start, 0)  # 0: only padding follows it
         if SHORTEST > 0:
             keys = tl.where(end - start < SHORTEST, 0, keys)
-        row_sum, acc, acc_tail = visit_segment(
+        row_max, row_sum, acc, acc_tail = visit_segment(
             k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
             start, keys, q, q_tail, head,
             HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
         )  # fmt: skip
-        rescale = (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # 0: an empty segment
+        divisor = tl.where(row_sum == 0.0, 1.0, row_sum)  # 0: an empty segment
+        rescale = (1.0 / divisor)[:, None]
         out, out_tail = acc * rescale, acc_tail * rescale
         mask = (token >= start) & (token < end) & wanted
         covered = covered | mask
@@ -178,6 +185,8 @@ def attend_segments(
             fits = reference_fits(row_sum, out, out_tail, dtype, TAIL)
             misfits = misfits | (mask & (fits == 0))
             mask = mask & fits
+        if lse_ptr is not None:
+            tl.store(lse_ptr + rows, row_max * scale_log2 + tl.log2(divisor), mask=mask)
         out, out_tail = cast(out, dtype), cast(out_tail, dtype)
         store_columns(out_ptr, out_stride, rows, mask, out, 0, MAIN, HEAD_DIM, v_shift)
         if TAIL > 0:

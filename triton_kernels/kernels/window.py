@@ -31,6 +31,8 @@ def window_kernel(
     # tensors
     q_ptr, k_ptr, v_ptr, out_ptr,
     cos_ptr, sin_ptr, cu_seqlens_ptr,
+    # log-sum-exp of each row [heads, tokens], in powers of two; None: not wanted
+    lse_ptr,
     # sizes and scale
     tokens, segments, scale_log2,
     # strides, see ALIGNED; the last axis is contiguous
@@ -123,7 +125,11 @@ def window_kernel(
         # The difference comes first: it is exactly 0 for the largest, however large that is.
         row_max = tl.max(logits, 1)
         p = tl.exp2((logits - row_max[:, None]) * scale_log2)
-        rescale = (1.0 / tl.sum(p, 1))[:, None]
+        row_sum = tl.sum(p, 1)
+        if lse_ptr is not None:
+            lse_ptr += head.to(tl.int64) * tokens + first
+            tl.store(lse_ptr + rows, row_max * scale_log2 + tl.log2(row_sum), mask=mask)
+        rescale = (1.0 / row_sum)[:, None]
         p = cast(p, dtype)
 
         segment_ptr = out_ptr + first * out_stride

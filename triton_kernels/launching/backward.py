@@ -1,10 +1,17 @@
 """Gradients by a kernel: of which calls, and their launch."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+import triton
+from triton.runtime.jit import JITFunction
 
 from triton_kernels.checks import MAX_TOKEN_STRIDE
+from triton_kernels.kernels.stream_backward import (
+    stream_backward_kv_kernel,
+    stream_backward_q_kernel,
+)
 from triton_kernels.kernels.window_backward import window_backward_kernel
 from triton_kernels.launching.choose import (
     LaunchSource,
@@ -15,44 +22,82 @@ from triton_kernels.launching.choose import (
 )
 from triton_kernels.launching.fast_path import form_of, plans
 from triton_kernels.launching.launch import Call, launch_kernel
-from triton_kernels.launching.plan import LOG2_E, Form, TensorForm, in_units, make_call, part_of
+from triton_kernels.launching.plan import (
+    LOG2_E,
+    Form,
+    Rotation,
+    Serving,
+    TensorForm,
+    in_units,
+    launch_rotations,
+    make_call,
+    part_of,
+    rotate_first,
+)
+from triton_kernels.launching.table import Launch
 
 
-def has_backward(dtype: torch.dtype, head_dim: int, max_seqlen: int) -> bool:
-    """Whether a kernel computes the gradients in Q, K and V: where the window kernel serves."""
-    return max_seqlen <= window_limit(dtype, head_dim)
+class StreamBackward(NamedTuple):
+    """All launches for the gradients of long segments."""
+
+    rotations: tuple[Rotation, ...]
+    queries: Call
+    keys: Call  # behind it
+
+
+def needs_lse(dtype: torch.dtype, head_dim: int, max_seqlen: int) -> bool:
+    """Whether gradients in Q, K and V need what the forward pass keeps, as no tile holds a segment.
+
+    In shorter ones all is computed again from what it read.
+    """
+    return max_seqlen > window_limit(dtype, head_dim)
 
 
 def attention_gradients(
     grad: torch.Tensor,
     tensors: Sequence[torch.Tensor],
     cu_seqlens: torch.Tensor,
+    kept: Sequence[torch.Tensor],
     max_seqlen: int,
     scale: float,
 ) -> list[torch.Tensor]:
-    """The gradients in q, k and v, or in qkv, all contiguous, by the kernel of `has_backward`.
+    """The gradients in q, k and v, or in qkv, all contiguous, by kernels.
 
-    grad is of the result, tensors are (q, k, v, cos, sin), or (qkv, cos, sin), not empty.
+    grad is of the result, tensors are (q, k, v, cos, sin), or (qkv, cos, sin), not empty; kept are
+    the result, contiguous, and the log-sum-exp of each row, or nothing if `needs_lse` says so.
     """
     device = grad.device
     # Triton launches on the current device, which need not be the tensors'.
     if device.index is not None and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return attention_gradients(grad, tensors, cu_seqlens, max_seqlen, scale)
+            return attention_gradients(grad, tensors, cu_seqlens, kept, max_seqlen, scale)
     *qkv, cos, sin = tensors
     *qkv, grad = (x if _is_readable(x) else _copied(x) for x in (*qkv, grad))
     if not (_is_readable(cos) and _is_readable(sin)):
         cos, sin = _copied(cos), _copied(sin)  # both, as their strides are to be the same
     read = (*qkv, grad, cos, sin, cu_seqlens)
     form, source = form_of(read), launch_source(device.index)
-    key = window_backward_kernel, form, source, max_seqlen, scale
-    call = plans.get(key)
-    if call is None:
-        call = plans[key] = _window_backward(form, source, max_seqlen, scale)
+    make = _stream_backward if kept else _window_backward
+    key = make, form, source, max_seqlen, scale
+    plan = plans.get(key)
+    if plan is None:
+        plan = plans[key] = make(form, source, max_seqlen, scale)
     written = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in qkv]
     angles = cos.data_ptr(), sin.data_ptr()
-    addresses = *_parts(qkv), grad.data_ptr(), *_parts(written), *angles, cu_seqlens.data_ptr()
-    launch_kernel(call, (*read, *written), addresses)
+    last = *angles, cu_seqlens.data_ptr()
+    if not kept:
+        addresses = *_parts(qkv), grad.data_ptr(), *_parts(written), *last
+        launch_kernel(plan, (*read, *written), addresses)
+        return written
+    out, lse = kept = [x.contiguous() for x in kept]  # as the operator may have been called
+    delta = torch.empty_like(lse)
+    held = [*read, *kept, *written, delta]
+    parts = _parts(qkv)
+    launch_rotations(plan.rotations, grad, held, parts, angles)
+    out, grad, lse, delta = (x.data_ptr() for x in (out, grad, lse, delta))
+    q_grad, k_grad, v_grad = _parts(written)
+    launch_kernel(plan.queries, held, (*parts, out, grad, lse, delta, q_grad, *last))
+    launch_kernel(plan.keys, held, (*parts, grad, lse, delta, k_grad, v_grad, *last))
     return written
 
 
@@ -85,19 +130,60 @@ def _window_backward(form: Form, source: LaunchSource, max_seqlen: int, scale: f
 
     All of them aligned.
     """
-    *qkv, grad, cos, _, cu_seqlens = (TensorForm(*x) for x in form)
-    parts = 3 // len(qkv)
-    q, k, v = [part_of(qkv[0])] * 3 if parts == 3 else qkv
+    q, k, v, grad, cos, cu_seqlens, parts = _taken_apart(form)
     tokens, heads, head_dim = v.shape
-    segments = cu_seqlens.shape[0] - 1
-    _, angle_unit, strides = in_units(
-        [n for x in (q, k, v, grad) for n in x.strides[:2]], cos, True
-    )
     launch = find_launch("window_backward", v.dtype, head_dim, max_seqlen, tokens * heads, source)
-    numbers = tokens, segments, scale * LOG2_E, *strides
+    read, programs = (q, k, v, grad), (cu_seqlens.shape[0] - 1) * heads
+    blocks = launch.block, launch.num_stages > 1
+    tensors = read, v, cos, cu_seqlens, parts
+    return _call(window_backward_kernel, programs, launch, tensors, scale, blocks)
+
+
+def _stream_backward(
+    form: Form, source: LaunchSource, max_seqlen: int, scale: float
+) -> StreamBackward:
+    """The same for segments that no tile holds."""
+    q, k, v, grad, cos, cu_seqlens, parts = _taken_apart(form)
+    tokens, heads, head_dim = v.shape
+    is_behind = parts == 3 and form[0][3][1] == heads * q.strides[1]
+    serving = Serving(max_seqlen)
+    q, k, rotations = rotate_first(q, k, cos, True, is_behind, source, serving, "none")
+    tensors = (q, v, grad), v, cos, cu_seqlens, parts
+    shape = v.dtype, head_dim, max_seqlen, tokens * heads, source
+
+    def call(name: str, kernel: JITFunction, by_keys: bool) -> Call:
+        launch = find_launch(name, *shape)
+        blocks = launch.block, launch.block_k
+        programs = triton.cdiv(tokens, blocks[by_keys]) * heads
+        return _call(kernel, programs, launch, tensors, scale, blocks)
+
+    queries = call("stream_backward_q", stream_backward_q_kernel, False)
+    keys = call("stream_backward_kv", stream_backward_kv_kernel, True)
+    return StreamBackward(rotations, queries, keys)
+
+
+def _taken_apart(form: Form) -> tuple[TensorForm | int, ...]:
+    """q, k, v, the result's gradient, cos and cu_seqlens; how many gradients lie side by side."""
+    *qkv, grad, cos, _, cu_seqlens = (TensorForm(*x) for x in form)
+    q, k, v = [part_of(qkv[0])] * 3 if len(qkv) == 1 else qkv
+    return q, k, v, grad, cos, cu_seqlens, 3 // len(qkv)
+
+
+def _call(
+    kernel: JITFunction,
+    programs: int,
+    launch: Launch,
+    tensors: tuple,
+    scale: float,
+    blocks: tuple[int, ...],
+) -> Call:
+    """One kernel on (what is read, v, cos, cu_seqlens, gradients side by side)."""
+    read, v, cos, cu_seqlens, parts = tensors
+    tokens, heads, head_dim = v.shape
+    rows = [n for x in read for n in (x.strides[:2] if len(x.shape) == 3 else x.strides[:1])]
+    _, angle_unit, strides = in_units(rows, cos, True)
+    numbers = tokens, cu_seqlens.shape[0] - 1, scale * LOG2_E, *strides
     constants = (
-        heads, head_dim, 2 * cos.shape[1], *head_split(head_dim), angle_unit, parts,
-        launch.block, launch.num_stages > 1,
+        heads, head_dim, 2 * cos.shape[1], *head_split(head_dim), angle_unit, parts, *blocks,
     )  # fmt: skip
-    kernel, programs = window_backward_kernel, segments * heads
     return make_call(kernel, programs, launch, numbers, constants, v, True)

@@ -64,8 +64,8 @@ class Plan(NamedTuple):
     shape: tuple[int, int, int]  # of the result, [tokens, heads, head_dim], as strides
     strides: tuple[int, int, int]
     rotations: tuple[Rotation, ...]  # of Q and K at once, of each, of K alone, or none
-    # What reads their results, on (q, k, v, out, cos, sin, cu_seqlens) or, if it has tiles, which
-    # are of (q, k, v), on (out, cu_seqlens).
+    # What reads their results, on (q, k, v, out, cos, sin, cu_seqlens, lse) or, if it has tiles,
+    # which are of (q, k, v), on (out, cu_seqlens, lse).
     attention: Call
     # What is launched behind it on the same result: of the segments that it leaves out.
     behind: "Plan | None" = None
@@ -78,6 +78,7 @@ class Serving(NamedTuple):
     rows: int | None = None  # tokens x heads; None: the call's
     shortest: int = 0  # of the stream kernel: shorter segments are another plan's
     shared: bool = False  # of the window kernel: longer segments, and padding, are another plan's
+    keeps_lse: bool = False  # log-sum-exps are written, for a backward pass
 
 
 def make_plan(
@@ -89,6 +90,7 @@ def make_plan(
     scale: float,
     fuse: str,
     batch_invariant: bool = False,
+    keeps_lse: bool = False,
 ) -> Plan:
     """What is launched for a form of (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
 
@@ -100,7 +102,8 @@ def make_plan(
     batch-invariant.
     """
     if not batch_invariant:
-        return _plan(form, at_16, is_behind, source, Serving(max_seqlen), scale, fuse)
+        serving = Serving(max_seqlen, keeps_lse=keeps_lse)
+        return _plan(form, at_16, is_behind, source, serving, scale, fuse)
     *qkv, cos, _, _ = (TensorForm(*x) for x in form)
     limit = invariant_limit(qkv[0].dtype, qkv[0].shape[-1])
     rows = [n for x in qkv for n in (x.strides[0], x.strides[-2])]
@@ -109,6 +112,7 @@ def make_plan(
 
     def plan(serving: Serving, auto: str) -> Plan:
         meant = auto if fuse == "auto" else fuse
+        serving = serving._replace(keeps_lse=keeps_lse)
         return _plan(form, at_16, is_behind, source, serving, scale, meant)
 
     if not aligned:  # the window kernel takes no others
@@ -136,6 +140,23 @@ def _plan(
     part = qkv[0].strides[1] * qkv[0].dtype.itemsize if packed else 0
     q, k, v = [part_of(qkv[0])] * 3 if packed else qkv
     tokens, heads, head_dim = v.shape
+    q, k, rotations = rotate_first(q, k, cos, at_16, is_behind, source, serving, fuse)
+    attention = _attention((q, k, v, cos, sin, cu_seqlens), at_16, source, serving, scale, fuse)
+    shape, strides = (tokens, heads, head_dim), (heads * head_dim, head_dim, 1)
+    return Plan(part, shape, strides, rotations, attention)
+
+
+def rotate_first(
+    q: TensorForm,
+    k: TensorForm,
+    cos: TensorForm,
+    at_16: bool,
+    is_behind: bool,
+    source: LaunchSource,
+    serving: Serving,
+    fuse: str,
+) -> tuple[TensorForm, TensorForm, tuple[Rotation, ...]]:
+    """What is rotated beforehand, and the forms of Q and K behind it."""
     rotations = []
 
     def rotated(x: TensorForm, first: int, parts: int) -> TensorForm:
@@ -150,9 +171,7 @@ def _plan(
             q = rotated(q, 0, 1)
         if fuse != "qk":
             k = rotated(k, 1, 1)
-    attention = _attention((q, k, v, cos, sin, cu_seqlens), at_16, source, serving, scale, fuse)
-    shape, strides = (tokens, heads, head_dim), (heads * head_dim, head_dim, 1)
-    return Plan(part, shape, strides, tuple(rotations), attention)
+    return q, k, tuple(rotations)
 
 
 def launch_plan(
@@ -160,6 +179,7 @@ def launch_plan(
     tensors: Sequence[torch.Tensor],
     addresses: Sequence[int],
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch all of a plan, on the current stream of the tensors' device; returns the result.
 
@@ -167,32 +187,52 @@ def launch_plan(
         plan: what is launched.
         tensors, addresses: of (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...), as in its form.
         out: the result, if there is one already.
+        lse: log-sum-exp of each row [heads, tokens], in powers of two, if the plan keeps them.
     """
     part, shape, strides, rotations, attention, behind = plan
     # Triton launches on the current device, which need not be the tensors'.
     if attention.device is not None and attention.device != torch.cuda.current_device():
         with torch.cuda.device(attention.device):
-            return launch_plan(plan, tensors, addresses, out)
+            return launch_plan(plan, tensors, addresses, out, lse)
     x = tensors[0]
     held = [*tensors]  # until all is launched
     *qkv, cos, sin, cu_seqlens = addresses
     if part:
         qkv = [qkv[0], qkv[0] + part, qkv[0] + 2 * part]
+    if rotations:
+        launch_rotations(rotations, x, held, qkv, (cos, sin))
+    if out is None:
+        out = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    held.append(out)
+    kept = None
+    if lse is not None:
+        kept = lse.data_ptr()
+        held.append(lse)
+    if attention.tiles:
+        launch_kernel(attention, held, (out.data_ptr(), cu_seqlens, kept), qkv)
+    else:
+        launch_kernel(attention, held, (*qkv, out.data_ptr(), cos, sin, cu_seqlens, kept))
+    return out if behind is None else launch_plan(behind, tensors, addresses, out, lse)
+
+
+def launch_rotations(
+    rotations: Sequence[Rotation],
+    x: torch.Tensor,
+    held: list[torch.Tensor],
+    qkv: list[int],
+    angles: tuple[int, int],
+) -> None:
+    """Launch them on q, k and v at these addresses, of which those rotated become their results'.
+
+    held, to which results are added: what the addresses are of, all of x's dtype and device.
+    """
     for call, first, written in rotations:
         rotated = torch.empty(written, dtype=x.dtype, device=x.device)
         held.append(rotated)
         address = rotated.data_ptr()
-        launch_kernel(call, held, (qkv[first], address, cos, sin))
+        launch_kernel(call, held, (qkv[first], address, *angles))
         for i in range(written[1]):
             qkv[first + i] = address + i * written[2] * x.itemsize
-    if out is None:
-        out = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-    held.append(out)
-    if attention.tiles:
-        launch_kernel(attention, held, (out.data_ptr(), cu_seqlens), qkv)
-    else:
-        launch_kernel(attention, held, (*qkv, out.data_ptr(), cos, sin, cu_seqlens))
-    return out if behind is None else launch_plan(behind, tensors, addresses, out)
 
 
 def part_of(qkv: TensorForm) -> TensorForm:
@@ -247,7 +287,7 @@ def _attention(
     rows = [n for x in qkv for n in (x.strides[0], x.strides[1] if len(x.shape) == 3 else 0)]
     aligned, angle_unit, strides = in_units(rows, cos, at_16)
     segments = cu_seqlens.shape[0] - 1
-    max_seqlen, looked_up, shortest, shared = serving
+    max_seqlen, looked_up, shortest, shared, keeps_lse = serving
     shape = x.dtype, head_dim, max_seqlen, looked_up or tokens * heads
     split = head_split(head_dim)
     if (
@@ -260,7 +300,7 @@ def _attention(
         constants = heads, head_dim, *split
         programs = triton.cdiv(tokens, HOPPER_LAUNCH.block) * heads
         kernel, launch = hopper_stream_kernel, HOPPER_LAUNCH
-        call = make_call(kernel, programs, launch, numbers, constants, x, aligned)
+        call = make_call(kernel, programs, launch, numbers, constants, x, aligned, keeps_lse)
         # It finds its segments while the rotation ends. Of the stream kernel several programs share
         # a multiprocessor: they would be dealt out unevenly.
         return call._replace(tiles=_head_tiles(qkv, split), overlap=True)
@@ -278,7 +318,7 @@ def _attention(
         heads, head_dim, 2 * cos.shape[1], *split, aligned, angle_unit,
         fuse != "none", fuse == "qk", *blocks,
     )  # fmt: skip
-    return make_call(kernel, programs, launch, numbers, constants, x, aligned)
+    return make_call(kernel, programs, launch, numbers, constants, x, aligned, keeps_lse)
 
 
 def _head_tiles(qkv: Sequence[TensorForm], split: tuple[int, int]) -> tuple[Tile, ...]:
@@ -315,12 +355,14 @@ def make_call(
     constants: tuple[int | bool, ...],
     x: TensorForm,
     aligned: bool,
+    keeps_lse: bool = False,
 ) -> Call:
     """A launch, of which x is one tensor; the dtypes of the others are to follow from its.
 
-    aligned: all tensors' rows are, see in_units.
+    aligned: all tensors' rows are, see in_units. keeps_lse: the last address is not None.
     """
     # A larger number is 64 bits wide to Triton, for which it compiles anew.
     known = aligned and max(numbers) < 2**31
-    binary = binary_of(kernel, x.dtype, x.device, constants, launch) if known else None
+    compiled_for = *constants, keeps_lse
+    binary = binary_of(kernel, x.dtype, x.device, compiled_for, launch) if known else None
     return Call(kernel, programs, launch, numbers, constants, x.device.index, binary)

@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-KERNELS = ("window", "window_backward", "stream", "rotating_stream", "rotate")
+KERNELS = (
+    *("window", "window_backward"),
+    *("stream", "rotating_stream", "stream_backward_q", "stream_backward_kv"),
+    "rotate",
+)
 OPERANDS = ("half", "single", "unaligned")
 DEFAULT = "default"
 # What a row says in the file, and what it may say.

@@ -19,7 +19,7 @@ from compare.report.tables import stress_line, stress_table
 from compare.stress import checks, guards, kernels, launched
 from compare.stress import inputs as stress_inputs
 from compare.stress import server as stress_server
-from compare.stress.launched import EVERYWHERE, WARP_SPECIALIZED
+from compare.stress.launched import BACKWARD, EVERYWHERE, WARP_SPECIALIZED
 from compare.stress.server import Traffic
 from compare.stress.subjects import SUBJECTS, MemoryFault, Subject, Triton
 from compare.workloads.arrays import torch_arguments
@@ -27,7 +27,7 @@ from pallas_kernels.launching.compile import HAVE_MOSAIC
 from tests.compare import synthetic
 from tests.triton_kernels.stand_ins import hopper
 from triton_kernels import attention, fused_rope_attention_qkvpacked
-from triton_kernels.launching import choose, fast_path, plan
+from triton_kernels.launching import backward, choose, fast_path, plan
 
 SIZES = dataclasses.replace(stress_inputs.ON_CPU, hostile=12)
 # What a GPU is put through, in less of everything.
@@ -44,14 +44,18 @@ class Right(Subject):
     """PyTorch's reference as a kernel, or as all of them."""
 
     name = "reference"
-    launched = frozenset(launched.kernels_here())
+    launched = frozenset(launched.kernels_here() + BACKWARD)
 
     def put(self, inputs):
         return torch_arguments(inputs)
 
-    def attend(self, arguments, max_seqlen, **options):
+    def attend(self, arguments, max_seqlen, grad=None, **options):
         options.pop("fuse", None)
-        return fused_rope_attention_qkvpacked(*arguments, implementation="reference", **options)
+        qkv, *rest = arguments
+        qkv = qkv.detach().requires_grad_(grad is not None)
+        options["implementation"] = "reference"
+        out = fused_rope_attention_qkvpacked(qkv, *rest, **options)
+        return out if grad is None else torch.autograd.grad(out, qkv, grad)[0]
 
 
 class Wrong(Right):
@@ -132,6 +136,10 @@ def fail(out, arguments):
         ("numerics", overflow, "near fp16's largest"),
         ("numerics", be_four_times_as_wrong, "error"),
         ("huge", fail, "RuntimeError: launch failed"),
+        ("gradients", flicker, "another run differs"),
+        ("gradients", leak, "other rows changed: nan in the first 32 rows"),
+        ("gradients", lambda out, _: out + 1, "padding has a gradient"),
+        ("gradients", forget_a_row, "no number: cu_seqlens"),
     ],
 )
 def test_what_is_wrong_is_found(name, spoil, note):
@@ -176,7 +184,8 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(attention, "INTERPRETED", True)
     # In its key the kernel would look for functions that it calls, which are interpreted here.
     monkeypatch.setattr(plan, "binary_of", lambda *_: None)
-    monkeypatch.setattr(plan, "launch_kernel", lambda *_: None)
+    for module in (plan, backward):
+        monkeypatch.setattr(module, "launch_kernel", lambda *_: None)
     monkeypatch.setattr(checks, "kernels_here", lambda: ON_HOPPER)
     fast_path.plans.clear()
     yield
@@ -197,10 +206,11 @@ def test_every_check_reaches_every_kernel(on_hopper, monkeypatch, name):
     routes = tuple(dataclasses.replace(x, heads=min(x.heads, 2)) for x in ON_GPU.routes)
     sizes = dataclasses.replace(ON_GPU, routes=routes, hostile=12, far_heads=1)
     reached = checks.run_check(CHECKS[name], Launching(), sizes).details["kernels"]
-    assert list(reached) == [*ON_HOPPER]
-    # All is rotated beforehand, and each case is of one kernel.
-    assert reached.pop("rotate") == sum(reached.values())
+    gradients = CHECKS[name].gradients
+    assert list(reached) == [*ON_HOPPER, *(BACKWARD if gradients else ())]
     assert min(reached.values()) > 0
+    # All is rotated beforehand, and each case is of one kernel.
+    assert reached.pop("rotate") == sum(reached.values()) or gradients
 
 
 @pytest.mark.parametrize("route", stress_inputs.ON_GPU.routes)

@@ -78,6 +78,17 @@ def test_every_head_dim(head_dim):
         assert kernels(lower(head_dim, max_seqlen=STREAM, fuse="q")) == 2
 
 
+def gradients(function):
+    """A function's gradients in q, k and v, or in qkv."""
+
+    def pulled(*arguments):
+        qkv, rest = arguments[:-3], arguments[-3:]
+        result, pull = jax.vjp(lambda *x: function(*x, *rest), *qkv)
+        return pull(jnp.ones_like(result))
+
+    return pulled
+
+
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "rotary_dim", "max_seqlen", "packed"),
     [
@@ -90,19 +101,35 @@ def test_every_head_dim(head_dim):
 )
 def test_gradients(gpu, dtype, head_dim, rotary_dim, max_seqlen, packed):
     """Those in q, k and v by one kernel, without the result, and without the angles' beside it."""
-
-    def gradients(function):
-        def pulled(*arguments):
-            qkv, rest = arguments[:-3], arguments[-3:]
-            result, pull = jax.vjp(lambda *x: function(*x, *rest), *qkv)
-            return pull(jnp.ones_like(result))
-
-        return pulled
-
     options = {"packed": packed, "max_seqlen": max_seqlen, "through": gradients}
     module = lower(head_dim, rotary_dim, dtype, **options)
     assert kernels(module) == 1
     assert "window_backward_kernel" in module
+    assert "stablehlo.while" not in module
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "rotary_dim", "packed"),
+    [
+        (jnp.bfloat16, 80, None, True),
+        (jnp.bfloat16, 72, 70, False),
+        (jnp.float16, 256, 128, False),
+        (jnp.float16, 128, None, True),
+        (jnp.float32, 8, None, True),
+        (jnp.float32, 256, None, True),
+    ],
+)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_gradients_of_long_segments(gpu, dtype, head_dim, rotary_dim, packed, batch_invariant):
+    """By two kernels behind those of the result, each behind its rotations."""
+    options = {"packed": packed, "max_seqlen": STREAM, "through": gradients, "fuse": "none"}
+    options["batch_invariant"] = batch_invariant
+    module = lower(head_dim, rotary_dim, dtype, **options)
+    rotations, windows = 1 if packed else 2, 1 if batch_invariant else 0
+    # Those of short segments rotate what they read too.
+    assert kernels(module) == 2 * rotations + 3 + windows * (1 + rotations)
+    assert "stream_backward_q_kernel" in module
+    assert "stream_backward_kv_kernel" in module
     assert "stablehlo.while" not in module
 
 

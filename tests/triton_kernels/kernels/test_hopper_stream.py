@@ -12,7 +12,7 @@ from tests.hopper_contract import HopperContract
 from tests.kernel_cases import make_case
 from tests.kernel_contract import KernelContract
 from tests.kernel_stress_contract import StressContract
-from tests.triton_kernels.adapter import TorchAdapter
+from tests.triton_kernels.adapter import TorchAdapter, assert_log_sum_exps
 from tests.triton_kernels.stand_ins import A100, H100, H200, hopper
 from triton_kernels import attention
 from triton_kernels.launching import choose, fast_path, plan
@@ -171,3 +171,11 @@ class TestContract(Forced, KernelContract, HopperContract):
         fast_path.plans.clear()
         self.attention(make_case((300,), head_dim=80), max_seqlen=1024, fuse="none")
         assert choose.hopper_stream_kernel in launched
+
+    @pytest.mark.parametrize(("head_dim", "dtype"), [(80, "bfloat16"), (128, "float16")])
+    def test_log_sum_exps(self, head_dim, dtype):
+        """Also of rows that their reference does not fit, which are computed again."""
+        lengths = (700, 1, 0, 129, 513, 64, 1024, 5)
+        case = make_case(lengths, head_dim=head_dim, dtype=dtype, leading=37, trailing=211)
+        case.qkv[300:500, 1] *= 20
+        assert_log_sum_exps(case, max_seqlen=1024, fuse="none")
