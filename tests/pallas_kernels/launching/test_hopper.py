@@ -76,6 +76,12 @@ def test_nor_do_other_gpus(on, capabilities):
     assert not takes()
 
 
+@pytest.mark.parametrize(("capability", "fuse"), [("9.0", "none"), ("8.0", "q")])
+def test_q_is_rotated_beforehand_for_it_however_little_rotates(on, capability, fuse):
+    on(capability)
+    assert choose.auto_fuse(rotary_dim=40, **SHAPE) == fuse
+
+
 def test_launches_of_a_table_may_be_without_it(on):
     on("9.0")
     with choose.launching_by(Table.read(choose.TABLE_FILE), warp_specialized=False):

@@ -286,3 +286,4 @@ def test_calls_are_remembered_however_many_there_were(record, monkeypatch):
         for _ in range(2):
             attend(arguments, 8)
         assert len(checked) == tokens
+        assert len(fast_path.plans) <= 6

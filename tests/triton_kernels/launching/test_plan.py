@@ -57,12 +57,28 @@ def test_another_table_gives_another_launch_to_the_same_form():
     assert blocks == [{32}, {64}, {32}]
 
 
+def test_another_bound_on_registers_is_another_binary():
+    form, binaries = form_of(tensors()), []
+    for most in (128, 168, 128):
+        with launching_by(table((32, {"maxnreg": most}))):
+            binaries.append(attention(form).binary)
+    assert binaries[0] is binaries[2]
+    assert binaries[0] is not binaries[1]
+
+
 @pytest.mark.parametrize(("tokens", "heads", "block"), [(2, 3, 16), (6, 1, 16), (4, 2, 32)])
 def test_rows_are_tokens_times_heads(tokens, heads, block):
     form = form_of(tensors(tokens, heads))
     with launching_by(table((16, {"max_rows": 6}), (32, {}))):
         assert attention(form).launch.block == block
         assert rotation(form).launch.block == block
+
+
+def test_what_is_not_aligned_has_launches_of_its_own():
+    form = form_of(tensors())
+    with launching_by(table((16, {"operands": "unaligned"}), (32, {}))):
+        for find in (attention, rotation):
+            assert [find(form, at_16).launch.block for at_16 in (True, False)] == [32, 16]
 
 
 # fuse, is_behind, and how many of Q and K each rotation writes
