@@ -125,6 +125,16 @@ def test_heads_that_no_descriptor_has_are_left_to_the_stream_kernel(
     assert (found.kernel is choose.hopper_stream_kernel) == (not expanded)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_batch_invariant_calls_go_without_it(on_hopper, monkeypatch, batch_invariant):
+    """Whether it is taken follows from how much is in a call."""
+    monkeypatch.setattr(plan, "binary_of", lambda *_: None)
+    angles, cu_seqlens = torch.empty(9216, 40), torch.empty(2, dtype=torch.int32)
+    form = form_of((torch.empty(9216, 3, 16, 80).bfloat16(), angles, angles, cu_seqlens))
+    found = make_plan(form, True, True, hopper(), 9216, 0.1, "none", batch_invariant).attention
+    assert (found.kernel is choose.hopper_stream_kernel) == (not batch_invariant)
+
+
 def test_where_it_cannot_run_none_do(monkeypatch):
     monkeypatch.setattr(choose, "_CAN_RUN", False)
     assert not takes()

@@ -133,6 +133,15 @@ def test_what_is_not_aligned_has_no_binary_that_is_known():
         assert [call.binary is not None for call in calls] == [known] * 3
 
 
+@pytest.mark.parametrize("i", range(3))
+@pytest.mark.parametrize("max_seqlen", [8, STREAM])
+def test_each_of_q_k_and_v_has_to_be_aligned(max_seqlen, i):
+    qkv, *others = tensors()
+    parts = [*qkv.unbind(1)]
+    parts[i] = torch.empty(TOKENS, HEADS, HEAD_DIM + 4)[..., :HEAD_DIM]
+    assert attention(form_of((*parts, *others)), max_seqlen=max_seqlen).binary is None
+
+
 @pytest.mark.parametrize(("stride", "known"), [(2**34 - 8, True), (2**34, False)])
 def test_a_stride_beyond_32_bits_has_no_binary_that_is_known(stride, known):
     qkv, cos, sin, cu_seqlens = tensors(heads=1)
