@@ -78,6 +78,17 @@ def test_every_head_dim(head_dim):
         assert kernels(lower(head_dim, max_seqlen=STREAM, fuse="q")) == 2
 
 
+def gradients(function):
+    """Those of a call in q, k and v, or in qkv."""
+
+    def pulled(*arguments):
+        qkv, rest = arguments[:-3], arguments[-3:]
+        result, pull = jax.vjp(lambda *x: function(*x, *rest), *qkv)
+        return pull(jnp.ones_like(result))
+
+    return pulled
+
+
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "rotary_dim", "max_seqlen", "packed"),
     [
@@ -90,15 +101,6 @@ def test_every_head_dim(head_dim):
 )
 def test_gradients(gpu, dtype, head_dim, rotary_dim, max_seqlen, packed):
     """Those in q, k and v by one kernel, without the result, and without the angles' beside it."""
-
-    def gradients(function):
-        def pulled(*arguments):
-            qkv, rest = arguments[:-3], arguments[-3:]
-            result, pull = jax.vjp(lambda *x: function(*x, *rest), *qkv)
-            return pull(jnp.ones_like(result))
-
-        return pulled
-
     options = {"packed": packed, "max_seqlen": max_seqlen, "through": gradients}
     module = lower(head_dim, rotary_dim, dtype, **options)
     assert kernels(module) == 1
