@@ -109,6 +109,20 @@ def test_all_that_a_pass_fixes_tells_recordings_apart(recorded):
     assert len(graphs) == len(recorded) == 2
 
 
+def test_what_is_recorded_after_parameters_moved_is_recorded_where_they_are(recorded, monkeypatch):
+    devices, make = [], CpuRecorder.__init__
+    monkeypatch.setattr(
+        CpuRecorder, "__init__", lambda self, device: devices.append(device) or make(self, device)
+    )
+    graphs, passes = GraphCache(), Passes()
+    for _ in range(2):
+        for longest in (64, 128):
+            passes.run(graphs, [(1, 8, 8)], max_frame_seqlen=longest)
+        graphs.clear()
+    assert len(devices) == 2
+    assert len(recorded) == 4
+
+
 def test_a_recording_that_is_forgotten_has_run(recorded, monkeypatch):
     waited = []
     monkeypatch.setattr(CpuRecorder, "wait", lambda _: waited.append(len(recorded)))
