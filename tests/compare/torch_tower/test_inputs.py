@@ -111,6 +111,21 @@ def test_a_layout_is_uploaded_once_and_not_behind_what_the_gpu_has_to_do(monkeyp
         assert vars(found)[name].tolist() == array.tolist()
 
 
+def test_a_layout_is_copied_for_each_stream(monkeypatch):
+    """Another would not wait for the transfer."""
+    held = SimpleNamespace(to=lambda device, non_blocking: object())
+    monkeypatch.setattr(inputs, "_on_host", lambda layout, pin_memory: held)
+    current = ["first"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[0])
+    layout = dataclasses.replace(plan_layout(SMALL_TOWERS["head_dim_16"], GRIDS["clip"]))
+    gpu = torch.device("cuda", 0)
+    first, second, again = (
+        inputs.layout_on_device(layout, gpu) for current[0] in ("first", "second", "first")
+    )
+    assert first is again
+    assert first is not second
+
+
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
 def test_kernels_are_compiled_for_one_alignment_of_a_layouts_arrays(grid):
     """Triton compiles anew for a pointer that is no multiple of 16 bytes."""
