@@ -258,10 +258,13 @@ class BatchInvarianceContract:
         assert_same_bits(result, together[bounds[1] : bounds[2]])
 
     def test_batch_invariant_calls_keep_their_promises(self):
-        case = make_case((5, 70, 64, 0, 65), leading=3, trailing=4, head_dim=24, heads=1)
-        result = self.attention(case, max_seqlen=70, batch_invariant=True)
-        assert_accurate(result, case)
-        assert_same_bits(result[case.padding], np.zeros_like(result[case.padding]))
+        shape = {"leading": 3, "trailing": 4, "head_dim": 24, "heads": 1}
+        # All within a window at most, and others.
+        for lengths in ((5, 64, 0), (5, 70, 64, 0, 65)):
+            case = make_case(lengths, **shape)
+            result = self.attention(case, max_seqlen=max(lengths), batch_invariant=True)
+            assert_accurate(result, case)
+            assert_same_bits(result[case.padding], np.zeros_like(result[case.padding]))
         broken = self.attention(case, max_seqlen=32, batch_invariant=True).astype(np.float32)
         for start, end in case.segments:
             rows = broken[start:end]

@@ -69,6 +69,7 @@ class LaunchContract:
         [
             (80, 80, 128, "qk"), (80, 80, 129, "none"), (80, 40, 128, "qk"), (80, 40, 129, "q"),
             (72, 72, 4096, "none"), (72, 36, 4096, "none"), (128, 126, 4096, "q"),
+            (192, 192, 128, "qk"), (200, 200, 64, "qk"), (200, 200, 65, "none"),
         ],
     )  # fmt: skip
     def test_how_much_is_fused_by_default(self, head_dim, rotary_dim, max_seqlen, fuse):

@@ -21,6 +21,11 @@ class PoolingContract:
         exact = [x.mean(axis=0) for x in np.split(rows.astype(np.float64), ends)[: len(lengths)]]
         np.testing.assert_allclose(ours[: len(lengths)], exact, atol=3e-7)
 
+    def test_segments_behind_empty_ones(self):
+        rows = np.arange(20, dtype=np.float32)[:, None].repeat(8, 1)
+        ours = self.means(rows, np.array([0, 4, 4, 4, 20], np.int32))
+        np.testing.assert_array_equal(ours[[0, 3], 0], [1.5, 11.5])
+
     def test_a_nan_stays_in_its_segment(self):
         rows = np.ones((40, 8), np.float32)
         rows[19] = np.nan

@@ -2,6 +2,7 @@
 
 import copy
 import multiprocessing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -258,12 +259,16 @@ def test_a_bias_that_a_product_in_fp16_needs(aligned):
     assert relative_error(layer(x), expected) < 2e-3
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_gradients_of_an_aligned_tower(aligned, requires_grad):
+@pytest.mark.parametrize("trained", ["all", "later blocks", "an MLP"])
+def test_gradients_of_an_aligned_tower(aligned, trained):
     untouched, tower = make_tower("qwen2_5").train(), accelerate(make_tower("qwen2_5").train())
     gradients = []
     for each in (untouched, tower):
-        each.blocks[0].requires_grad_(requires_grad)
+        if trained == "an MLP":  # whose input wants no gradient
+            each.requires_grad_(False)
+            each.blocks[0].mlp.requires_grad_()
+        else:
+            each.blocks[0].requires_grad_(trained == "all")
         inputs = random_inputs(each, GRIDS["several"])
         tensors_of(each(*inputs))[-1].square().mean().backward()
         gradients.append({n: p.grad for n, p in each.named_parameters() if p.grad is not None})
@@ -271,6 +276,21 @@ def test_gradients_of_an_aligned_tower(aligned, requires_grad):
     assert results.keys() == expected.keys()
     for name, result in results.items():
         assert relative_error(result, expected[name]) < 1e-4, name
+
+
+def test_parameters_of_two_dtypes_are_refused_as_without_it(aligned):
+    layer = accelerate(make_tower("qwen2_5").bfloat16()).blocks[0].mlp
+    layer.up_proj.half()
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(torch.zeros(8, 64, dtype=torch.bfloat16, device=DEVICE))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_is_misaligned_follows_from_the_product_s_dtype(monkeypatch, autocast):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: autocast)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    assert mlp.is_misaligned(on_gpu, 3420) == autocast
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")

@@ -97,6 +97,15 @@ def test_nothing_outside_the_arrays_is_read_or_written(fuse, max_seqlen, dtype, 
     check()
 
 
+def test_nor_is_what_lies_behind_the_last_block_of_keys(outside):
+    """Whole blocks come before it, of which the next one's tail is loaded ahead."""
+    case = make_case([130], head_dim=72, heads=1)
+    attention("none", STREAM)(*map(jnp.asarray, case.separate)).block_until_ready()
+    jax.effects_barrier()
+    assert len(outside) > 5
+    assert sum(outside) == 0
+
+
 @pytest.mark.parametrize("max_seqlen", [16, STREAM])
 @pytest.mark.parametrize("length", [17, 40])
 def test_every_element_is_written_once(max_seqlen, length, monkeypatch):

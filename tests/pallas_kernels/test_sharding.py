@@ -78,6 +78,7 @@ def test_each_device_attends_with_its_own_heads():
         ("q", 0, r"q must be split over devices by heads alone, as in .*, got .*\('x', None, None"),
         ("k", 1, r"k must be split .*, as in .*\(None, None, None\), got .*\(None, 'x', None"),
         ("cos", 0, r"cos must be the same on all devices, got .*\('x', None"),
+        ("sin", 1, r"sin must be the same on all devices, got .*\(None, 'x'"),
         ("cu_seqlens", 0, r"cu_seqlens must be the same on all devices, got .*\('x',"),
     ],
 )

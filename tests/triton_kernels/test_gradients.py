@@ -26,7 +26,8 @@ from tests.triton_kernels.adapter import (
     to_torch,
 )
 from triton_kernels import operators
-from triton_kernels.launching import plan
+from triton_kernels.checks import MAX_TOKEN_STRIDE
+from triton_kernels.launching import backward, fast_path, plan
 
 
 class TorchGradients(TorchAdapter):
@@ -76,8 +77,12 @@ def by_kernel(packed, *arguments, weights=None, **options):
 
 @pytest.mark.parametrize("max_seqlen", [16, 4096])
 @pytest.mark.parametrize("moved", ["qkv", "cos", "sin", "weights"])
-def test_gradients_do_not_depend_on_where_tensors_begin(moved, max_seqlen):
+def test_gradients_do_not_depend_on_where_tensors_begin(monkeypatch, moved, max_seqlen):
     """At a multiple of 16 bytes or not: a kernel reads copies of those that do not."""
+    launched, launch = [], backward.launch_kernel
+    monkeypatch.setattr(
+        backward, "launch_kernel", lambda *call: launched.append(call) or launch(*call)
+    )
     case = make_case((9, 14), head_dim=24, rotary_dim=20)
     tensors = dict(
         zip(("qkv", "cos", "sin", "cu_seqlens"), map(to_torch, case.packed), strict=True)
@@ -92,6 +97,25 @@ def test_gradients_do_not_depend_on_where_tensors_begin(moved, max_seqlen):
     # Of long segments the result is kept, which other tiles compute of what is not aligned.
     limit = 0 if max_seqlen == 16 else 4e-3
     assert (found - expected).float().norm() <= limit * expected.float().norm()
+    for _, _, (*addresses, _) in launched:
+        assert not any(address % 16 for address in addresses)
+
+
+@pytest.mark.parametrize("ndim", [2, 3])
+def test_what_a_kernel_does_not_reach_in_32_bits_is_copied(ndim):
+    shape = (2, 1, 8)[3 - ndim :]
+    for stride, readable in ((MAX_TOKEN_STRIDE, True), (MAX_TOKEN_STRIDE + 8, False)):
+        strides = (stride, 8, 1)[:: 1 if ndim == 3 else 2]
+        x = torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")
+        assert backward._is_readable(x) == readable
+
+
+def test_gradients_of_the_same_tensors_by_another_scale():
+    tensors = [to_torch(x) for x in make_case((9, 14), head_dim=16).separate]
+    found = [by_kernel(False, *tensors, scale=scale) for scale in (0.5, 0.25)]
+    fast_path.plans.clear()
+    assert all(map(torch.equal, found[1], by_kernel(False, *tensors, scale=0.25)))
+    assert not torch.equal(found[0][0], found[1][0])
 
 
 @pytest.mark.parametrize("max_seqlen", [16, 4096])
@@ -105,6 +129,13 @@ def test_gradients_of_strided_tensors(max_seqlen):
     strided = *wide.split(16, dim=2), *rest
     within = weights.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     found = [attend(*strided), attend(*strided, weights=within)]
+    # Rows that are not at multiples of 16 bytes: of q, k, v and the result's, one alone.
+    for i in range(4):
+        each = [q, k, v, weights]
+        each[i] = torch.nn.functional.pad(each[i], (0, 4))[..., :16]
+        *narrow, grad = each
+        found.append(attend(*narrow, *rest, weights=grad))
+        expected.append(expected[1])
     for x, y in zip(sum(found, ()), sum(expected, ()), strict=True):
         assert torch.equal(x, y)
 

@@ -1,10 +1,12 @@
 """triton_kernels read and write their tensors in place, and nothing beside them."""
 
+from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from compare.stress.guards import GUARD, guarded, guarded_results, intact
 from tests.hostile import TOKENS, hostile_cu_seqlens
@@ -19,6 +21,27 @@ from tests.triton_kernels.adapter import (
 )
 
 
+@contextmanager
+def noting_addresses():
+    """While it is open, addresses that kernels load and store are noted, where they are
+    interpreted: also of what is read and not used, which no value in a guard would show.
+    """
+    noted, builder = [], InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def noting_load(self, pointers, mask, *rest):
+        noted.append(pointers.data[mask.data])
+        return load(self, pointers, mask, *rest)
+
+    def noting_store(self, pointers, value, mask, *rest):
+        noted.append(pointers.data[mask.data])
+        return store(self, pointers, value, mask, *rest)
+
+    watched = {"create_masked_load": noting_load, "create_masked_store": noting_store}
+    with mock.patch.multiple(builder, **watched):
+        yield noted
+
+
 @hostile_cu_seqlens(
     usual=10, fuse=("qk", "none", "q"), max_seqlen=(WINDOW, STREAM),
     guard=(GUARD, GUARD + 1, GUARD + 8), dtype=("float32", "bfloat16"),
@@ -28,10 +51,19 @@ def test_nothing_outside_the_tensors_is_read_or_written(cu_seqlens, fuse, max_se
     # the tensors unaligned, one has them begin within a sector. In bf16 tiles have 64 rows: Q goes
     # by way of the result.
     case = cut(cu_seqlens, tokens=TOKENS, head_dim=72, heads=1, dtype=dtype)
+    attend_between_guards(case, fuse, max_seqlen, guard)
+
+
+def test_nor_is_what_lies_behind_the_last_block_of_keys():
+    """Whole blocks come before it, of which the next one's tail is loaded ahead."""
+    attend_between_guards(make_case([130], head_dim=72, heads=1), "none", STREAM, GUARD)
+
+
+def attend_between_guards(case, fuse, max_seqlen, guard):
     *tensors, cu_seqlens = (to_torch(x) for x in case.separate)
     inputs = [guarded(x, guard=guard) for x in tensors]
-    seqlens, _ = guarded(cu_seqlens, value=15)
-    with guarded_results() as results:
+    seqlens, _ = surrounded = guarded(cu_seqlens, value=15)
+    with guarded_results() as results, noting_addresses() as addresses:
         out = public_function(False)(
             *(inside for inside, _ in inputs), seqlens,
             max_seqlen=max_seqlen, fuse=fuse, implementation="kernel",
@@ -42,6 +74,12 @@ def test_nothing_outside_the_tensors_is_read_or_written(cu_seqlens, fuse, max_se
         assert buffer.isnan().sum() == 2 * guard
     assert len(results) == {"qk": 1, "q": 2, "none": 3}[fuse]
     assert all(map(intact, results))
+    assert len(addresses) > 5 or DEVICE == "cuda"
+    for inside, buffer in (*inputs, surrounded):
+        first, last = inside.data_ptr(), inside.data_ptr() + inside.nbytes
+        begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+        for at in addresses:
+            assert not (((begin <= at) & (at < first)) | ((last <= at) & (at < end))).any()
 
 
 def test_q_and_k_are_rotated_at_once_where_k_lies_behind_q():

@@ -1,6 +1,7 @@
 """The grid of segment lengths, and what is made of its times."""
 
 import sys
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
@@ -128,6 +129,8 @@ def test_tables():
         "pallas, 80",
         *("16 / 200 / 100", "64 / 200 / 100", "256 / 200 / 100"),
     ]
+    other = Cell("triton", 80, 80, 16, "q", {"qk": 1.0, "q": 2.0, "none": 3.0})
+    assert times_table([other], best="**{}**")[1] == [["triton, 80", "**1** / 2 / 3"]]
     partial = Cell("triton", 80, 40, 64, "qk", {"none": 1.0})
     assert partial.series == "triton, 80 of which 40 rotate"
     assert not partial.holds
@@ -137,6 +140,14 @@ def test_chart(tmp_path):
     charts = pytest.importorskip("compare.report.charts")
     charts.fusion_chart(cells(), tmp_path / "fusion.svg")
     assert ElementTree.parse(tmp_path / "fusion.svg").getroot().tag.endswith("svg")
+    partial = Cell("triton", 80, 40, 32, "qk", {"qk": 1.0, "none": 2.0})
+    drawn = []
+    with mock.patch.object(charts, "_draw_ways", lambda _, cells, __: drawn.extend(cells)):
+        charts.fusion_chart([*cells(), partial], tmp_path / "fusion.svg")
+    assert drawn == cells()
+    with mock.patch.object(charts.Axes, "axvline") as line:
+        charts.fusion_chart(cells(), tmp_path / "fusion.svg")
+    assert [call.args[0] for call in line.call_args_list] == [64, 64]
     of_triton = cells()[:3]
     assert charts.crossover(of_triton, "qk") == pytest.approx(100)
     assert charts.crossover(of_triton, "q") is None

@@ -45,6 +45,7 @@ def test_events_of_the_gpus_streams():
     assert measured.kernels_per_call == 2
     assert measured.timing().samples == 2
     assert measured.timing().median_us == pytest.approx((7 + 9) / 2)
+    assert measured.timing().spread_us == pytest.approx(0.8 * (9 - 7))
     assert measured.by_kernel() == {"attention": pytest.approx(5), "rope": pytest.approx(3)}
 
 

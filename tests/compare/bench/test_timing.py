@@ -70,6 +70,18 @@ def test_a_replay_is_a_call_of_every_set(monkeypatch):
     assert replays[2:] == [6] * 5  # 3 ms each, once it is warm and its time known
 
 
+def test_what_a_graph_does_not_write_is_nan(monkeypatch):
+    """And not what an earlier replay left."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timer = object.__new__(GraphTimer)
+    timer.arguments, timer._sets, timer._outputs = (torch.ones(2),), [(torch.zeros(2),)], []
+    timer._outputs.append(torch.ones(3))
+    timer._graph = types.SimpleNamespace(
+        replay=lambda: timer._outputs[0][:2].copy_(*timer._sets[0])
+    )
+    assert torch.equal(timer.outputs()[0].nan_to_num(-1), torch.tensor([1.0, 1.0, -1.0]))
+
+
 @pytest.mark.parametrize(
     ("cache", "bytes_per_set", "sets"),
     [(50 << 20, 1 << 20, 200), (50 << 20, 150 << 20, 20), (0, 1 << 20, 256)],

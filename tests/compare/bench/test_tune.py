@@ -63,6 +63,17 @@ def times(monkeypatch, tmp_path):
     return made_up
 
 
+@pytest.mark.parametrize("bounded", [False, True])
+def test_bounds_on_registers_are_tried_where_they_are_taken(monkeypatch, bounded):
+    monkeypatch.setattr(tune.Twin, "bounds_registers", bounded)
+    twin, choose = TWINS["triton"], TWINS["triton"].launch
+    candidates = fields(4), fields(4) | {"maxnreg": 64}
+    tried = tune._launches(
+        twin, replace(case(), candidates=candidates), Table.read(choose.TABLE_FILE), GPU
+    )
+    assert {64 for launch in tried if launch.maxnreg == 64} == ({64} if bounded else set())
+
+
 def tuned(*warps):
     table, (choice,) = tune.tune(TWINS["triton"], [case(*warps)])
     return table, choice

@@ -54,6 +54,17 @@ def test_a_chart_leaves_out_what_was_not_measured():
         assert names == ["Hugging Face SDPA", "torch"]  # from below
 
 
+def test_the_floor_is_drawn_in_the_unit_of_the_times():
+    record = Record("tower-448", "torch", framework="torch", median_us=1e3, floor_us=500.0)
+    results = synthetic.as_results("towers", [record])
+    with (
+        mock.patch.object(charts, "_save"),
+        mock.patch.object(Axes, "axvline") as line,
+    ):
+        charts.timing_chart(results, ["tower-448"], "towers", None)
+    assert [call.args[0] for call in line.call_args_list] == [0.5]
+
+
 def test_the_hero_chart_has_speedups_on_the_others_bars(tmp_path):
     bars = {"ours, PyTorch": [3.0] * 4, "Hugging Face, SDPA": [42.0] * 4}
     path = tmp_path / "hero.svg"

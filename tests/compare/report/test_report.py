@@ -202,7 +202,8 @@ def test_what_was_noted_of_a_run_stands_beside_its_ceilings(tmp_path):
     noted = replace(synthetic.as_results("towers", records), note="672 px in a run of its own.")
     result_files.write(noted, path)
     text = written(tmp_path)
-    assert "bf16 products 800 TFLOP/s. 672 px in a run of its own.\n" in text
+    assert "copy of 94 MiB 4.00 TB/s, of 1 GiB 4.20; bf16 products 800 TFLOP/s. 672 px" in text
+    assert "672 px in a run of its own.\n" in text
 
 
 def test_a_chart_that_cannot_be_written_is_one_sentence_and_leaves_nothing(directory):

@@ -62,6 +62,17 @@ def test_a_spread_that_is_not_known_is_not_shown_as_none():
     assert timing_table(measured, ["windows-448", "windows-672"]).endswith("| 10.0% | 3.00e-03 |")
 
 
+def test_a_row_tells_its_largest_spread_and_error():
+    time = Record("windows-448", "pallas", median_us=5.0, spread_us=0.5, relative_rms_error=2e-3)
+    others = [
+        replace(time, workload="windows-672", relative_rms_error=3e-3),
+        replace(time, workload="windows-896", spread_us=0.1),
+    ]
+    measured = synthetic.as_results("kernels", [time, *others])
+    line = timing_table(measured, ["windows-448", "windows-672", "windows-896"]).splitlines()[-1]
+    assert line.endswith("| 10.0% | 3.00e-03 |")
+
+
 def test_calls_in_a_row():
     records = synthetic.timing_records(("tower",), synthetic.TOWERS)
     measured = synthetic.as_results("towers", records)
@@ -189,6 +200,8 @@ def test_the_largest_error_is_unknown_where_one_is():
     """A kernel that fails has none, and NaN is not written: neither counts as 0."""
     records = synthetic.agreement_records()
     nan = Record("w", "triton", relative_rms_error=float("nan"), dtype="bfloat16", passed=False)
-    records = [nan, *(r for r in records if r.implementation != "pallas")]
+    half = replace(nan, implementation="pallas against triton", dtype="float16")
+    half = replace(half, relative_rms_error=0.5)
+    records = [nan, half, *(r for r in records if r.implementation != "pallas")]
     line = agreement_line(synthetic.as_results("agreement", records))
     assert line.endswith("in bf16: triton –, pallas –, pallas against triton 2.70e-03.")

@@ -273,6 +273,9 @@ def test_a_write_beside_a_tensor_is_found():
         qkv = arguments[0]
         qkv.as_strided((1,), (1,), qkv.storage_offset() + qkv.numel())[0] = 0
 
+    def behind_the_result(arguments, out):
+        out.as_strided((1,), (1,), out.storage_offset() + out.numel())[0] = 0
+
     def into_cos(arguments, out):
         arguments[1][2, 3] += 1
 
@@ -280,6 +283,7 @@ def test_a_write_beside_a_tensor_is_found():
     subject.attend_guarded(subject.put(inputs), 8)
     for write, message in (
         (before_the_result, "around a result"),
+        (behind_the_result, "around a result"),
         (behind_qkv, "input or the memory around it"),
         (into_cos, "input or the memory around it"),
     ):
@@ -296,6 +300,11 @@ def test_guards_keep_values_and_may_unalign():
     assert (buffer[-5:] == 9).all()
 
 
+def test_only_segments_beyond_the_bound_may_be_refused():
+    refusable = stress_inputs.refusable(np.array([-5, 8, 17, 12, 99]), 20, 8)
+    assert refusable.tolist() == [False] * 8 + [True] * 9 + [False] * 3
+
+
 def test_hostile_segments_are_of_every_kind():
     rng = np.random.default_rng(0)
     drawn = np.stack([stress_inputs.hostile_cu_seqlens(rng, 5, 30) for _ in range(500)])
@@ -310,20 +319,24 @@ def test_hostile_segments_are_of_every_kind():
 def test_the_table_tells_cases_and_findings():
     reached = {"rotate": 1000, "window": 1234}
     good = checks.outcome("hostile", "triton", "anything", 1234, [], kernels=reached)
-    bad = checks.outcome("hostile", "pallas", "anything", 10, ["row 3 is NaN", "another"])
+    found, others = ["row 3 is NaN", "another"], {"window": 6, "stream": 4}
+    bad = checks.outcome("hostile", "pallas", "anything", 10, found, kernels=others)
+    once = checks.outcome("poison", "pallas", "NaN", 1, ["padding is not 0"])
     empty = checks.outcome("place", "triton", "moved", 0, [])
     server = checks.outcome(
         "server", "torch", "calls", 9, [], host_growth_mib=3.2, device_growth_mib=-0.1
     )
     assert [good.passed, bad.passed, empty.passed] == [True, False, False]
     assert empty.note == "no case was tried"
-    results = synthetic.as_results("stress", [good, bad, server])
+    results = synthetic.as_results("stress", [good, bad, once, server])
     table = stress_table(results)
-    cases = "triton 1,234 (rotate 1,000, window 1,234), pallas 10"
+    cases = "triton 1,234 (rotate 1,000, window 1,234), pallas 10 (window 6, stream 4)"
     assert f"| anything | {cases} | nothing wrong; **pallas: 2 findings**" in table
     line = stress_line(results)
-    assert line.startswith("1,244 cases of ")
-    assert "kernels (rotate 1,000, window 1,234), 9 calls of busy towers: **pallas: 2 " in line
+    assert line.startswith("1,245 cases of ")
+    told = "(rotate 1,000, window 1,240, stream 4), 9 calls of busy towers: **pallas: 2 "
+    assert told in line
+    assert "**pallas: 1 finding**, first: padding is not 0" in line
     assert "row 3 is NaN" in table
     assert "| torch 9 | torch: nothing wrong, memory +3 MiB on the host and +0 on" in table
 

@@ -79,6 +79,30 @@ def test_all_that_a_pass_fixes_tells_recordings_apart(recorded):
     assert len(graphs) == len(recorded) == 2
 
 
+def test_long_passes_are_not_recorded(recorded):
+    graphs, cpu = GraphCache(), torch.device("cpu")
+    assert [graphs.takes(tokens, cpu) for tokens in (1 << 15, (1 << 15) + 1)] == [True, False]
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_keeps_as_many_recordings(clone):
+    assert clone(GraphCache(limit=3)).limit == 3
+
+
+def test_what_is_recorded_after_parameters_moved_is_recorded_where_they_are(recorded, monkeypatch):
+    devices, make = [], CpuRecorder.__init__
+    monkeypatch.setattr(
+        CpuRecorder, "__init__", lambda self, device: devices.append(device) or make(self, device)
+    )
+    graphs, passes = GraphCache(), Passes()
+    for _ in range(2):
+        for longest in (64, 128):
+            passes.run(graphs, [(1, 8, 8)], max_frame_seqlen=longest)
+        graphs.clear()
+    assert len(devices) == 2
+    assert len(recorded) == 4
+
+
 def test_a_recording_that_is_forgotten_has_run(recorded, monkeypatch):
     waited = []
     monkeypatch.setattr(CpuRecorder, "wait", lambda _: waited.append(len(recorded)))

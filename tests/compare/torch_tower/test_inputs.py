@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,56 +25,64 @@ class Event:
         self.waited_for.append(self.number)
 
 
-class Stream:
-    """Numbers the events that are recorded on all streams; tells which are waited for."""
+class Streams:
+    """One of uploads and the current one: tells on which of them events were recorded and tensors
+    are read, and which events, numbered from 1, were waited for.
+    """
 
     def __init__(self):
-        self.recorded = 0
-        self.waited_for = []
+        self.recorded, self.waited_for, self.read = [], [], []
 
-    def record_event(self):
-        self.recorded += 1
-        return Event(self.recorded, self.waited_for)
+    def called(self, name):
+        def record_event():
+            self.recorded.append(name)
+            return Event(len(self.recorded), self.waited_for)
+
+        return SimpleNamespace(name=name, record_event=record_event)
 
 
 @pytest.fixture
-def stream(monkeypatch):
-    stream = Stream()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+def streams(monkeypatch):
+    streams = Streams()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: streams.called("uploads"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams.called("current"))
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    return stream
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda _, stream: streams.read.append(stream.name)
+    )
+    return streams
 
 
 @pytest.fixture
-def uploader(stream):
+def uploader(streams):
     return torch_device.Uploader(torch.device("cpu"))
 
 
-def test_an_upload_waits_for_what_the_one_before_the_last_found_queued(stream, uploader):
+def test_an_upload_waits_for_what_the_one_before_the_last_found_queued(streams, uploader):
+    """And its memory is not given to others before that stream has read it."""
     for _ in range(5):
         uploader.copy(torch.zeros(1))
     # The first two events stand for uploads before the first; from then on each records its own.
-    assert stream.waited_for == [1, 2, 3, 4, 5]
-    assert stream.recorded == 7
+    assert streams.waited_for == [1, 2, 3, 4, 5]
+    assert streams.recorded == ["uploads"] * 2 + ["current"] * 5
+    assert streams.read == ["current"] * 5
 
 
-def test_an_upload_that_fails_leaves_its_place_to_others(stream, uploader):
+def test_an_upload_that_fails_leaves_its_place_to_others(streams, uploader):
     for _ in range(3):
         with pytest.raises(AttributeError):
             uploader.copy(None)
     for _ in range(3):
         uploader.copy(torch.zeros(1))
-    assert len(stream.waited_for) == 6
+    assert len(streams.waited_for) == 6
 
 
-def test_threads_wait_for_their_turn(stream, uploader):
+def test_threads_wait_for_their_turn(streams, uploader):
     tensors = [torch.full((3,), float(n)) for n in range(100)]
     with ThreadPoolExecutor(8) as threads:
         found = [*threads.map(uploader.copy, tensors)]
     assert all(map(torch.equal, found, tensors))
-    assert sorted(stream.waited_for) == [*range(1, 101)]
+    assert sorted(streams.waited_for) == [*range(1, 101)]
 
 
 def test_a_layout_does_not_come_to_a_gpu_in_what_a_caller_records(monkeypatch):
@@ -100,6 +109,21 @@ def test_a_layout_is_uploaded_once_and_not_behind_what_the_gpu_has_to_do(monkeyp
     assert uploaded == [gpu]
     for name, array in inputs.layout_arrays(layout).items():
         assert vars(found)[name].tolist() == array.tolist()
+
+
+def test_a_layout_is_copied_for_each_stream(monkeypatch):
+    """Another would not wait for the transfer."""
+    held = SimpleNamespace(to=lambda device, non_blocking: object())
+    monkeypatch.setattr(inputs, "_on_host", lambda layout, pin_memory: held)
+    current = ["first"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[0])
+    layout = dataclasses.replace(plan_layout(SMALL_TOWERS["head_dim_16"], GRIDS["clip"]))
+    gpu = torch.device("cuda", 0)
+    first, second, again = (
+        inputs.layout_on_device(layout, gpu) for current[0] in ("first", "second", "first")
+    )
+    assert first is again
+    assert first is not second
 
 
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())

@@ -15,7 +15,13 @@ from pallas_kernels.launching import compile as compile_module
 from pallas_kernels.launching.compile import compiling_by
 from tests.kernel_contract import STREAM
 from tests.pallas_kernels.compiling import assemble
-from tests.pallas_kernels.launching.test_lowering import HEADS, SEGMENTS, TOKENS, lower
+from tests.pallas_kernels.launching.test_lowering import (
+    HEADS,
+    SEGMENTS,
+    TOKENS,
+    gradients,
+    lower,
+)
 from tests.triton_kernels.compile_ahead import inspect_machine_code
 from tests.triton_kernels.machine_code import first_operands, loop_spills
 
@@ -45,6 +51,13 @@ def test_what_is_launched(found):
     ):
         assert attribute in module
     assert compiled.metadata.global_scratch_size == 0
+
+
+def test_each_gradient_is_a_result_of_one_launch(found):
+    module = lower(max_seqlen=64, packed=False, through=gradients)
+    assert [kernel.name for kernel in found.kernels] == ["window_backward_kernel"]
+    # Behind q, k, v, the result's gradient, cos, sin and cu_seqlens.
+    assert "output_indices = [7 : i32, 8 : i32, 9 : i32]" in module
 
 
 @pytest.mark.parametrize(

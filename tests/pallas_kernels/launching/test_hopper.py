@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 import pallas_kernels
 from compare.stress.inputs import ON_GPU, draw
 from compare.stress.launched import WARP_SPECIALIZED, in_jax
-from pallas_kernels.launching import choose
+from pallas_kernels.launching import choose, plan
 from pallas_kernels.launching.compile import HAVE_MOSAIC
 from pallas_kernels.launching.table import Table
 from tests.kernel_cases import assert_accurate, make_case
@@ -74,6 +74,36 @@ def test_others_do_not(on, changes):
 def test_nor_do_other_gpus(on, capabilities):
     on(*capabilities)
     assert not takes()
+
+
+@pytest.mark.parametrize(("capability", "fuse"), [("9.0", "none"), ("8.0", "q")])
+def test_q_is_rotated_beforehand_for_it_however_little_rotates(on, capability, fuse):
+    on(capability)
+    assert choose.auto_fuse(rotary_dim=40, **SHAPE) == fuse
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_batch_invariant_calls_go_without_it(on, monkeypatch, batch_invariant):
+    """Whether it is taken follows from how much is in a call."""
+    on("9.0")
+    launched = []
+
+    def launch(q, k, v, *rest):
+        launched.append(v.shape)
+        return jnp.zeros_like(v[:, 0])
+
+    monkeypatch.setattr(plan, "run_hopper_stream", launch)
+    options = {"fuse": "none", "batch_invariant": batch_invariant}
+    attend = functools.partial(
+        pallas_kernels.fused_rope_attention,
+        max_seqlen=9216, implementation="kernel", **options,
+    )  # fmt: skip
+    qkv = (jax.ShapeDtypeStruct((9224, 16, 80), jnp.bfloat16),) * 3  # of no other test
+    angles = jax.ShapeDtypeStruct((9224, 40), jnp.float32)
+    jax.eval_shape(attend, *qkv, angles, angles, jax.ShapeDtypeStruct((2,), jnp.int32))
+    assert len(launched) == (not batch_invariant)
+    monkeypatch.setattr(choose, "HAVE_TRITON", False)  # then nothing else serves them
+    assert choose.has_kernel(**SHAPE, **options) == (not batch_invariant)
 
 
 def test_launches_of_a_table_may_be_without_it(on):

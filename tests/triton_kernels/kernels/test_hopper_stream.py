@@ -16,7 +16,12 @@ from tests.triton_kernels.adapter import TorchAdapter, assert_log_sum_exps
 from tests.triton_kernels.stand_ins import A100, H100, H200, hopper
 from triton_kernels import attention
 from triton_kernels.launching import choose, fast_path, plan
-from triton_kernels.launching.choose import is_warp_specialized, launch_source, launching_by
+from triton_kernels.launching.choose import (
+    auto_fuse,
+    is_warp_specialized,
+    launch_source,
+    launching_by,
+)
 from triton_kernels.launching.descriptors import can_describe
 from triton_kernels.launching.fast_path import form_of
 from triton_kernels.launching.plan import make_plan
@@ -56,6 +61,11 @@ def test_long_images_of_wide_heads_take_it(on_hopper, changes):
 )  # fmt: skip
 def test_others_do_not(on_hopper, changes):
     assert not takes(**changes)
+
+
+@pytest.mark.parametrize(("gpu", "fuse"), [(H200, "none"), (A100, "q")])
+def test_q_is_rotated_beforehand_for_it_however_little_rotates(on_hopper, gpu, fuse):
+    assert auto_fuse(rotary_dim=40, **SHAPE, source=hopper(gpu)) == fuse
 
 
 @pytest.mark.parametrize("longest", [np.int64(9216), np.int32(9216)], ids=repr)
@@ -100,6 +110,29 @@ def test_it_starts_while_the_rotation_ends(
     assert (attending.kernel is choose.hopper_stream_kernel) == overlap
     # On such GPUs the rotation is compiled to let the next kernel start; others do not know how.
     assert rotation.call.constants[-1] is (gpu is H100)
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_heads_that_no_descriptor_has_are_left_to_the_stream_kernel(
+    on_hopper, monkeypatch, expanded
+):
+    monkeypatch.setattr(plan, "binary_of", lambda *_: None)
+    angles, cu_seqlens = torch.empty(1024, 40), torch.empty(2, dtype=torch.int32)
+    q, k, v = torch.empty(3, 1024, 16, 80, dtype=torch.bfloat16)
+    v = v[:, :1].expand(-1, 16, -1) if expanded else v
+    form = form_of((q, k, v, angles, angles, cu_seqlens))
+    found = make_plan(form, True, False, hopper(), 1024, 0.1, "none").attention
+    assert (found.kernel is choose.hopper_stream_kernel) == (not expanded)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_batch_invariant_calls_go_without_it(on_hopper, monkeypatch, batch_invariant):
+    """Whether it is taken follows from how much is in a call."""
+    monkeypatch.setattr(plan, "binary_of", lambda *_: None)
+    angles, cu_seqlens = torch.empty(9216, 40), torch.empty(2, dtype=torch.int32)
+    form = form_of((torch.empty(9216, 3, 16, 80).bfloat16(), angles, angles, cu_seqlens))
+    found = make_plan(form, True, True, hopper(), 9216, 0.1, "none", batch_invariant).attention
+    assert (found.kernel is choose.hopper_stream_kernel) == (not batch_invariant)
 
 
 def test_where_it_cannot_run_none_do(monkeypatch):

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.hostile import examples
+from triton_kernels.launching import rotate_in_order as launching
 from triton_kernels.launching.rotate_in_order import rotate_in_order
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,6 +73,19 @@ def test_programs_of_many_tokens_and_of_parts_of_one(heads, half):
     wanted = expected(before[:, :heads], cos, sin)
     assert (x - wanted).norm() <= TOLERANCE[torch.float32] * wanted.norm()
     assert torch.equal(qkv[:, heads:], before[:, heads:])
+
+
+@pytest.mark.parametrize("moved", [None, 0, 1, 2, 3])
+def test_each_address_counts_where_16_bytes_are_read_at_once(monkeypatch, moved):
+    calls = []
+    monkeypatch.setattr(launching, "launch_kernel", lambda call, *_: calls.append(call))
+    qkv, cos, sin = drawn(5, 2, 16, 8, torch.bfloat16, 0)
+    tensors = [qkv[:, :2].clone(), qkv[:, :2].clone(), cos, sin]
+    if moved is not None:
+        x = tensors[moved]
+        tensors[moved] = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape)
+    rotate_in_order(*tensors)
+    assert [call.binary is not None for call in calls] == [moved is None]
 
 
 @pytest.mark.parametrize("wrong", [1, 2, 3])

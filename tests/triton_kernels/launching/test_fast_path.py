@@ -157,15 +157,29 @@ def long_way(monkeypatch):
     return kernels
 
 
-def test_addresses_that_are_not_aligned_go_the_long_way(record, long_way):
-    tensors = inputs(64, packed=True)
+@pytest.mark.parametrize(
+    ("packed", "i"), [(True, i) for i in range(3)] + [(False, i) for i in range(5)]
+)
+def test_addresses_that_are_not_aligned_go_the_long_way(record, long_way, packed, i):
+    tensors = [x.clone() for x in inputs(64, packed)]
     attend(tensors, 64)
-    x = tensors[0]
+    x = tensors[i]
     moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
-    attend((moved, *tensors[1:]), 64)
+    attend((*tensors[:i], moved, *tensors[i + 1 :]), 64)
     attend(tensors, 64)
     assert long_way == ["stream_kernel"]
     assert [kernel for kernel, *_ in record] == ["window_kernel"] * 2
+
+
+def test_so_do_parts_that_are_not(record, long_way):
+    """Of a tensor that is aligned, and so are its tokens and heads."""
+    qkv, *rest = inputs(64, packed=True)
+    part = qkv.stride(1) + 4
+    strided = torch.empty(2 * qkv.numel(), dtype=qkv.dtype).as_strided(
+        qkv.shape, (4 * qkv.stride(1), part, HEAD_DIM, 1)
+    )
+    attend((strided, *rest), 64)
+    assert long_way == ["stream_kernel"]
 
 
 def test_where_a_profiler_hooks_into_triton_calls_go_the_long_way(record, long_way):
@@ -272,3 +286,4 @@ def test_calls_are_remembered_however_many_there_were(record, monkeypatch):
         for _ in range(2):
             attend(arguments, 8)
         assert len(checked) == tokens
+        assert len(fast_path.plans) <= 6

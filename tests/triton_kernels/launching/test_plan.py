@@ -57,12 +57,28 @@ def test_another_table_gives_another_launch_to_the_same_form():
     assert blocks == [{32}, {64}, {32}]
 
 
+def test_another_bound_on_registers_is_another_binary():
+    form, binaries = form_of(tensors()), []
+    for most in (128, 168, 128):
+        with launching_by(table((32, {"maxnreg": most}))):
+            binaries.append(attention(form).binary)
+    assert binaries[0] is binaries[2]
+    assert binaries[0] is not binaries[1]
+
+
 @pytest.mark.parametrize(("tokens", "heads", "block"), [(2, 3, 16), (6, 1, 16), (4, 2, 32)])
 def test_rows_are_tokens_times_heads(tokens, heads, block):
     form = form_of(tensors(tokens, heads))
     with launching_by(table((16, {"max_rows": 6}), (32, {}))):
         assert attention(form).launch.block == block
         assert rotation(form).launch.block == block
+
+
+def test_what_is_not_aligned_has_launches_of_its_own():
+    form = form_of(tensors())
+    with launching_by(table((16, {"operands": "unaligned"}), (32, {}))):
+        for find in (attention, rotation):
+            assert [find(form, at_16).launch.block for at_16 in (True, False)] == [32, 16]
 
 
 # fuse, is_behind, and how many of Q and K each rotation writes
@@ -115,6 +131,15 @@ def test_what_is_not_aligned_has_no_binary_that_is_known():
             rotate_in_order_call(in_order, at_16),
         )
         assert [call.binary is not None for call in calls] == [known] * 3
+
+
+@pytest.mark.parametrize("i", range(3))
+@pytest.mark.parametrize("max_seqlen", [8, STREAM])
+def test_each_of_q_k_and_v_has_to_be_aligned(max_seqlen, i):
+    qkv, *others = tensors()
+    parts = [*qkv.unbind(1)]
+    parts[i] = torch.empty(TOKENS, HEADS, HEAD_DIM + 4)[..., :HEAD_DIM]
+    assert attention(form_of((*parts, *others)), max_seqlen=max_seqlen).binary is None
 
 
 @pytest.mark.parametrize(("stride", "known"), [(2**34 - 8, True), (2**34, False)])
