@@ -3,8 +3,8 @@
 An implementation's tests inherit GradientContract and an adapter of its framework, which has
 
 * `gradients(case, weights, packed=False, angles=True, **keywords)`: the gradients of sum(weights *
-  result) with respect to (qkv, cos, sin) or (q, k, v, cos, sin), as NumPy arrays; where no angles'
-  are asked for, to qkv or (q, k, v) alone, which other kernels may compute,
+  result) with respect to (qkv, cos, sin) or (q, k, v, cos, sin), then the norms that the case has,
+  as NumPy arrays; where no angles' are asked for, without those, which other kernels may compute,
 * `curvature(case, weights, direction, **keywords)`: the second derivative of sum(weights * result)
   along a direction (q, k, v, cos, sin), or (q, k, v), by differentiating twice in reverse.
 """
@@ -35,18 +35,31 @@ def weights_for(case):
 
 
 def moved(case, step, direction):
-    """The case some way along a direction (qkv, cos, sin), in fp64."""
-    start = (x.astype(np.float64) for x in case.packed[:3])
-    return Case(*(x + step * d for x, d in zip(start, direction, strict=True)), case.cu_seqlens)
+    """The case some way along a direction (qkv, cos, sin, and norms if it has both), in fp64."""
+    start = (x.astype(np.float64) for x in (*case.packed[:3], *case.norms.values()))
+    qkv, cos, sin, *norms = (x + step * d for x, d in zip(start, direction, strict=True))
+    return Case(qkv, cos, sin, case.cu_seqlens, case.group, *norms)
 
 
 def slope(case, weights, scale, direction):
-    """Derivative of sum(weights * exact) along a direction (qkv, cos, sin), by differences."""
+    """Derivative of sum(weights * exact) along a direction as of `moved`, by differences."""
 
     def value(step):
         return (weights * exact(moved(case, step, direction), scale)).sum()
 
     return (value(STEP) - value(-STEP)) / (2 * STEP)
+
+
+def packed_gradients(case, weights, exact=True):
+    """The oracle's in qkv."""
+    return in_qkv(case, *kernel_cases.gradients(case, weights, exact)[:3])
+
+
+def in_qkv(case, q, k, v):
+    """Gradients in q, k and v as one in qkv, of which heads that are in no group get none."""
+    qkv = np.zeros(case.qkv.shape, q.dtype)
+    qkv[:, 0], qkv[:, 1, :: case.group], qkv[:, 2, :: case.group] = q, k, v
+    return qkv
 
 
 class LongGradientContract:
@@ -81,17 +94,19 @@ class GradientContract:
     """Inherited by the tests of each implementation."""
 
     @both_kernels
-    @pytest.mark.parametrize("packed", [False, True])
-    def test_gradients_are_the_slopes_of_the_oracle(self, packed, max_seqlen):
+    @pytest.mark.parametrize(
+        ("packed", "further"),
+        [(False, {}), (True, {}), (False, {"group": 2, "norms": "qk"}), (True, {"norms": "qk"})],
+        ids=str,
+    )
+    def test_gradients_are_the_slopes_of_the_oracle(self, packed, further, max_seqlen):
         case = make_case(
-            (9, 0, 1, 14), head_dim=16, rotary_dim=12, dtype="float32", leading=2, trailing=3
-        )
+            (9, 0, 1, 14), head_dim=16, rotary_dim=12, dtype="float32", leading=2, trailing=3,
+            **further,
+        )  # fmt: skip
         weights = weights_for(case)
-        *qkv, cos, sin = self.gradients(
-            case, weights, packed=packed, max_seqlen=max_seqlen, scale=0.4
-        )
-        qkv = qkv[0] if packed else np.stack(qkv, axis=1)
-        gradients = (qkv, cos, sin)
+        found = self.gradients(case, weights, packed=packed, max_seqlen=max_seqlen, scale=0.4)
+        gradients = found if packed else (in_qkv(case, *found[:3]), *found[3:])
         rng = np.random.default_rng(8)
         for part, gradient in enumerate(gradients):
             for _ in range(3):
@@ -103,37 +118,43 @@ class GradientContract:
                 assert abs(found - expected) <= 1e-5 * size
 
     @pytest.mark.parametrize(
-        ("dtype", "head_dim", "rotary_dim", "lengths", "packed"),
+        ("dtype", "head_dim", "rotary_dim", "lengths", "packed", "further"),
         [
-            ("bfloat16", 80, None, (9, 0, 1, 64), True),
-            ("bfloat16", 72, 36, (33, 20), False),
-            ("bfloat16", 24, 22, (16, 0, 5), True),
-            ("bfloat16", 16, None, (100,), True),
-            ("bfloat16", 208, None, (24,), False),
-            ("float16", 64, 32, (30, 2), False),
-            ("float32", 80, None, (32, 7), False),
-            ("float32", 8, 6, (1, 12), True),
+            ("bfloat16", 80, None, (9, 0, 1, 64), True, {}),
+            ("bfloat16", 72, 36, (33, 20), False, {}),
+            ("bfloat16", 24, 22, (16, 0, 5), True, {}),
+            ("bfloat16", 16, None, (100,), True, {}),
+            ("bfloat16", 208, None, (24,), False, {}),
+            ("float16", 64, 32, (30, 2), False, {}),
+            ("float32", 80, None, (32, 7), False, {}),
+            ("float32", 8, 6, (1, 12), True, {}),
+            ("bfloat16", 16, None, (30, 5), True, {"norms": "k"}),
+            ("bfloat16", 80, 70, (30, 5), False, {"heads": 4, "group": 2, "norms": "qk"}),
+            ("float32", 16, None, (30, 5), False, {"heads": 3, "group": 3}),
         ],
         ids=str,
     )
     def test_gradients_are_as_exact_as_those_of_separate_steps(
-        self, dtype, head_dim, rotary_dim, lengths, packed
+        self, dtype, head_dim, rotary_dim, lengths, packed, further
     ):
         """And padding, of more rows than a tile and than all segments, has none."""
         case = make_case(
-            lengths, head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype, leading=3, trailing=140
-        )
+            lengths, head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype, leading=3, trailing=140,
+            **further,
+        )  # fmt: skip
         # No gradient of padding counts, whatever it is.
         weights = weights_for(case)
         weights[case.padding] = np.nan
         found = self.gradients(case, weights, packed=packed, angles=False, max_seqlen=max(lengths))
-        found = found[0] if packed else np.stack(found, axis=1)
-        assert found.dtype == case.qkv.dtype
-        assert (found[case.padding] == 0).all()
-        right = kernel_cases.gradients(case, weights)
+        found = [*np.moveaxis(found[0], 1, 0), *found[1:]] if packed else found
+        assert all((x[case.padding] == 0).all() for x in found[:3])
+        right = [x for x in kernel_cases.gradients(case, weights) if x is not None]
         separate = kernel_cases.gradients(case, weights, exact=False)
-        for part in range(3):
-            error, limit = (relative_rms(x[:, part], right[:, part]) for x in (found, separate))
+        separate = [x for x in separate if x is not None]
+        for ours, theirs, expected in zip(found, separate, right, strict=True):
+            assert ours.dtype == case.qkv.dtype
+            assert ours.shape == expected.shape
+            error, limit = (relative_rms(x, expected) for x in (ours, theirs))
             assert error <= UNFUSED_FACTOR * limit
 
     def test_gradients_of_large_logits(self):
@@ -142,7 +163,7 @@ class GradientContract:
         case.qkv[:, 0] *= 300
         weights = weights_for(case)
         [found] = self.gradients(case, weights, packed=True, angles=False, max_seqlen=WINDOW)
-        assert relative_rms(found, kernel_cases.gradients(case, weights)) < 1e-4
+        assert relative_rms(found, packed_gradients(case, weights)) < 1e-4
 
     def test_gradients_are_the_same_bits_every_time(self):
         case = make_case((9, 14), head_dim=24)
@@ -154,22 +175,28 @@ class GradientContract:
             assert_same_bits(x, y)
 
     @pytest.mark.parametrize(
-        ("max_seqlen", "angles"), [(WINDOW, True), (WINDOW, False), (STREAM, True)]
+        ("max_seqlen", "angles", "further"),
+        [
+            *((WINDOW, True, {}), (WINDOW, False, {}), (STREAM, True, {})),
+            (WINDOW, False, {"group": 2, "norms": "qk"}),
+        ],
     )
-    def test_second_derivatives_are_the_curvature_of_the_oracle(self, max_seqlen, angles):
-        case = make_case((9, 1, 14), head_dim=16, rotary_dim=12, dtype="float32", trailing=3)
+    def test_second_derivatives_are_the_curvature_of_the_oracle(self, max_seqlen, angles, further):
+        """Norms stay where they are."""
+        case = make_case(
+            (9, 1, 14), head_dim=16, rotary_dim=12, dtype="float32", trailing=3, **further
+        )
         weights = weights_for(case)
         rng = np.random.default_rng(9)
         direction = [rng.standard_normal(x.shape).astype(np.float32) for x in case.packed[:3]]
         if not angles:
             direction[1:] = [np.zeros_like(x) for x in direction[1:]]
+        q, k, v = np.moveaxis(direction[0], 1, 0)
+        parts = q, k[:, :: case.group], v[:, :: case.group], *direction[1:]
         found = self.curvature(
-            case,
-            weights,
-            [*np.moveaxis(direction[0], 1, 0), *direction[1:]][: 5 if angles else 3],
-            max_seqlen=max_seqlen,
-            scale=0.4,
+            case, weights, parts[: 5 if angles else 3], max_seqlen=max_seqlen, scale=0.4
         )
+        direction += [np.zeros_like(x) for x in case.norms.values()]
         step = 1e-3
         before, behind = (
             slope(moved(case, sign * step, direction), weights, 0.4, direction) for sign in (-1, 1)
@@ -241,6 +268,6 @@ class KernelGradientContract(GradientContract):
         for factor in (2e-4, 6e4):
             weights = np.sign(weights_for(case)) * np.float16(factor)
             [found] = self.gradients(case, weights, packed=True, angles=False, max_seqlen=16)
-            right = kernel_cases.gradients(case, weights)
-            separate = kernel_cases.gradients(case, weights, exact=False)
+            right = packed_gradients(case, weights)
+            separate = packed_gradients(case, weights, exact=False)
             assert relative_rms(found, right) <= UNFUSED_FACTOR * relative_rms(separate, right)

@@ -4,20 +4,27 @@ First derivatives in q, k and v of short segments are a kernel's. Others go thro
 those of longer segments, those in cos or sin with all that are asked for beside, and further ones.
 """
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from triton_kernels.attention import attend, longest_segment, runs_kernel
-from triton_kernels.checks import surely
+from triton_kernels.checks import NORM_EPS, Norms, surely
 from triton_kernels.launching.backward import attention_gradients, has_backward
 from triton_kernels.launching.fast_path import locate
-from triton_kernels.reference import rope_attention_reference
+from triton_kernels.reference import (
+    normalize_reference,
+    rope_attention_reference,
+    spread_heads,
+)
 
 _ARGUMENTS = (
     "Tensor cos, Tensor sin, Tensor cu_seqlens, SymInt? max_seqlen, float scale, str fuse, "
-    "str implementation, bool batch_invariant"
+    "str implementation, bool batch_invariant, "
+    f"Tensor? q_norm=None, Tensor? k_norm=None, float norm_eps={NORM_EPS}"
 )
 _library = torch.library.Library("fused_rope_attention", "DEF")
 # What waits for the GPU, which torch.compile is told: it captures no CUDA graph of it.
@@ -27,14 +34,22 @@ for _suffix, _tags in (("", ()), ("_waiting", _WAITS)):
         _library.define(f"{_qkv.format(_suffix)}, {_ARGUMENTS}) -> Tensor", tags=_tags)
     _library.define(
         f"backward{_suffix}(Tensor grad, Tensor[] tensors, Tensor cu_seqlens, SymInt? max_seqlen, "
-        "float scale, str implementation, bool[] needed) -> Tensor[]",
+        "float scale, str implementation, bool[] needed, str normed='', "
+        f"float norm_eps={NORM_EPS}) -> Tensor[]",
         tags=_tags,
     )
 
 
-def _attend(*arguments: Any) -> torch.Tensor:
-    tensors, options = arguments[:-5], arguments[-5:]
-    return attend(tensors, options, *locate(tensors))
+def _attend(count: int, *arguments: Any) -> torch.Tensor:
+    tensors, options, norms = arguments[:count], arguments[count:][:5], arguments[count + 5 :]
+    return attend(tensors, options, *locate(tensors), _norms(*norms))
+
+
+def _norms(
+    q: torch.Tensor | None = None, k: torch.Tensor | None = None, eps: float = NORM_EPS
+) -> Norms | None:
+    """Of an operator's last arguments, which come without those that are the defaults."""
+    return None if q is k is None else Norms(q, k, eps)
 
 
 def _differentiate(
@@ -45,23 +60,75 @@ def _differentiate(
     scale: float,
     implementation: str,
     needed: list[bool],
+    normed: str = "",
+    norm_eps: float = NORM_EPS,
 ) -> list[torch.Tensor]:
-    """The gradients in those of tensors, (q, k, v, cos, sin) or packed, that need one; contiguous.
+    """The gradients in those of tensors that need one; contiguous.
 
     By a kernel where there is one, else by differentiating the reference, computed again.
+
+    tensors: (q, k, v, cos, sin) or packed, then the norms of what `normed` has the letters of.
     """
-    q, cos_or_sin = tensors[0], any(needed[-2:])
+    q, cos_or_sin = tensors[0], any(needed[len(needed) - len(normed) - 2 :][:2])
     is_empty = q.numel() == 0 or cu_seqlens.shape[0] == 1
     if not (is_empty or cos_or_sin) and runs_kernel(q.device, implementation):
         longest = longest_segment(cu_seqlens) if max_seqlen is None else max_seqlen
         if has_backward(q.dtype, q.shape[-1], longest):
-            found = attention_gradients(grad, tensors, cu_seqlens, longest, scale)
+            options = cu_seqlens, longest, scale
+            if normed or (len(tensors) == 5 and tensors[1].shape != q.shape):
+                return _pull_prepared(grad, tensors, options, needed, normed, norm_eps)
+            found = attention_gradients(grad, tensors, *options)
             return [x for x, n in zip(found, needed, strict=False) if n]
+    with _recorded(tensors, needed) as tensors:
+        found = _pull(grad, tensors, cu_seqlens, scale, needed, normed, norm_eps)
+    return [x.contiguous() for x in found]
+
+
+@contextlib.contextmanager
+def _recorded(tensors: list[torch.Tensor], needed: list[bool]) -> Iterator[list[torch.Tensor]]:
+    """The tensors, of which what is computed meanwhile is recorded where they need a gradient."""
     # Dispatch modes call an operator with autograd left out.
     key, included = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
     with included(key.AutogradFunctionality, False), included(key.ADInplaceOrView, False):
-        tensors = [x.detach().requires_grad_(n) for x, n in zip(tensors, needed, strict=True)]
-        found = _pull(grad, tensors, cu_seqlens, scale, needed)
+        yield [x.detach().requires_grad_(n) for x, n in zip(tensors, needed, strict=True)]
+
+
+def _unpacked(
+    tensors: list[torch.Tensor], normed: str, norm_eps: float
+) -> tuple[list[torch.Tensor], Norms]:
+    """q, k, v, cos and sin, and the norms, of what a backward pass takes."""
+    count = len(tensors) - len(normed)
+    *qkv, cos, sin = tensors[:count]
+    norms = dict(zip(normed, tensors[count:], strict=True))
+    parts = qkv[0].unbind(1) if len(qkv) == 1 else qkv
+    return [*parts, cos, sin], Norms(norms.get("q"), norms.get("k"), norm_eps)
+
+
+def _pull_prepared(
+    grad: torch.Tensor,
+    tensors: list[torch.Tensor],
+    options: tuple[torch.Tensor, int, float],
+    needed: list[bool],
+    normed: str,
+    norm_eps: float,
+) -> list[torch.Tensor]:
+    """By the kernel those in normalised heads, of K and V as many as of Q; autograd's from there.
+
+    None in cos and sin.
+    """
+    with _recorded(tensors, needed) as tensors, torch.enable_grad():
+        (q, k, v, *angles), norms = _unpacked(tensors, normed, norm_eps)
+        if norms.q is not None:
+            q = normalize_reference(q, norms.q, norm_eps).to(v.dtype)
+        if norms.k is not None:
+            k = normalize_reference(k, norms.k, norm_eps).to(v.dtype)
+        prepared = q, *(spread_heads(x, q.shape[1]) for x in (k, v))
+        found = attention_gradients(grad, [*(x.detach() for x in prepared), *angles], *options)
+        pairs = [pair for pair in zip(prepared, found, strict=True) if pair[0].requires_grad]
+        outputs, grads = zip(*pairs, strict=True)
+        wanted = [x for x, n in zip(tensors, needed, strict=True) if n]
+        with torch.autocast(grad.device.type, enabled=False):
+            found = torch.autograd.grad(outputs, wanted, grads)
     return [x.contiguous() for x in found]
 
 
@@ -71,12 +138,13 @@ def _pull(
     cu_seqlens: torch.Tensor,
     scale: float,
     needed: list[bool],
+    normed: str,
+    norm_eps: float,
     create_graph: bool = False,
 ) -> list[torch.Tensor]:
     with torch.enable_grad():
-        *qkv, cos, sin = tensors
-        q, k, v = qkv[0].unbind(1) if len(qkv) == 1 else qkv
-        out = rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
+        unpacked, norms = _unpacked(tensors, normed, norm_eps)
+        out = rope_attention_reference(*unpacked, cu_seqlens, scale, *norms)
     wanted = [x for x, n in zip(tensors, needed, strict=True) if n]
     with torch.autocast(grad.device.type, enabled=False):  # as in the reference
         return list(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
@@ -90,38 +158,49 @@ def _like_q(q: torch.Tensor, *arguments: Any) -> torch.Tensor:
 def _like_needed(
     grad: torch.Tensor, tensors: list[torch.Tensor], *arguments: Any
 ) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape) for x, n in zip(tensors, arguments[-1], strict=True) if n]
+    needed = arguments[4]
+    return [x.new_empty(x.shape) for x, n in zip(tensors, needed, strict=True) if n]
 
 
 def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    *inputs, q_norm, k_norm, ctx.norm_eps = inputs
     *tensors, cu_seqlens, max_seqlen, scale, _fuse, implementation, _batch_invariant = inputs
-    ctx.save_for_backward(*tensors, cu_seqlens)
+    norms = {name: x for name, x in (("q", q_norm), ("k", k_norm)) if x is not None}
+    ctx.normed, ctx.count = "".join(norms), len(tensors)
+    ctx.save_for_backward(*tensors, *norms.values(), cu_seqlens)
     ctx.max_seqlen, ctx.scale, ctx.implementation = max_seqlen, scale, implementation
 
 
 def _waits(
-    grad: torch.Tensor, max_seqlen: int | None, implementation: str, needed: list[bool]
+    grad: torch.Tensor, max_seqlen: int | None, implementation: str, cos_or_sin: bool
 ) -> bool:
     """Whether a backward pass waits for the GPU, as the reference does, and a bound to be read."""
-    if max_seqlen is None or implementation == "reference" or any(needed[-2:]):
+    if max_seqlen is None or implementation == "reference" or cos_or_sin:
         return True
     return not surely(has_backward(grad.dtype, grad.shape[-1], max_seqlen))
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     *tensors, cu_seqlens = ctx.saved_tensors
-    needed = list(ctx.needs_input_grad[: len(tensors)])
+    needed = list(ctx.needs_input_grad[: ctx.count])
+    cos_or_sin = any(needed[-2:])
+    # Norms stand behind all options, if they are there.
+    needed += [ctx.needs_input_grad[ctx.count + 6 + "qk".index(name)] for name in ctx.normed]
+    norms = ctx.normed, ctx.norm_eps
     if torch.is_grad_enabled():  # create_graph=True: what is computed here is differentiated again
         tensors = [x.view_as(x) for x in tensors]  # none of these is computed from another
-        found = _pull(grad, tensors, cu_seqlens, ctx.scale, needed, create_graph=True)
+        found = _pull(grad, tensors, cu_seqlens, ctx.scale, needed, *norms, create_graph=True)
     else:
-        waits = _waits(grad, ctx.max_seqlen, ctx.implementation, needed)
+        waits = _waits(grad, ctx.max_seqlen, ctx.implementation, cos_or_sin)
         operators = torch.ops.fused_rope_attention
         operator = operators.backward_waiting if waits else operators.backward
         options = ctx.max_seqlen, ctx.scale, ctx.implementation
-        found = operator(grad, tensors, cu_seqlens, *options, needed)
-    grads = iter(found)
-    return (*(next(grads) if n else None for n in needed), None, None, None, None, None, None)
+        found = operator(grad, tensors, cu_seqlens, *options, needed, *norms)
+    found = iter(found)
+    grads = [next(found) if n else None for n in needed]
+    of_norms = dict(zip(ctx.normed, grads[ctx.count :], strict=True))
+    no_grads = (None,) * 6
+    return *grads[: ctx.count], *no_grads, of_norms.get("q"), of_norms.get("k"), None
 
 
 def _register(name: str, function: Callable, fake: Callable) -> None:
@@ -133,7 +212,7 @@ def _register(name: str, function: Callable, fake: Callable) -> None:
 for _name in ("backward", "backward_waiting"):
     _register(_name, _differentiate, _like_needed)
 for _name in ("varlen", "qkvpacked", "varlen_waiting", "qkvpacked_waiting"):
-    _register(_name, _attend, _like_q)
+    _register(_name, functools.partial(_attend, 6 if "varlen" in _name else 4), _like_q)
     torch.library.register_autograd(
         f"fused_rope_attention::{_name}", _backward, setup_context=_save, lib=_library
     )

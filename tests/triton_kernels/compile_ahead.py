@@ -218,7 +218,8 @@ def source(kernel: JITFunction, arguments: tuple) -> ASTSource:
     for i, (parameter, x) in enumerate(zip(kernel.params, arguments, strict=True)):
         name = parameter.name
         specialize = not (parameter.is_constexpr or parameter.do_not_specialize)
-        if parameter.is_constexpr or (specialize and isinstance(x, int) and x == 1):
+        is_one = specialize and isinstance(x, int) and x == 1
+        if parameter.is_constexpr or x is None or is_one:
             signature[name], constants[name] = "constexpr", x
             continue
         if hasattr(x, "block_shape"):

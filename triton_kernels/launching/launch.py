@@ -59,7 +59,7 @@ def binary_of(
 def launch_kernel(
     call: Call,
     tensors: Sequence[torch.Tensor],
-    addresses: Sequence[int],
+    addresses: Sequence[int | None],
     described: Sequence[int] = (),
 ) -> None:
     """Launch a call on the current device.
@@ -70,7 +70,7 @@ def launch_kernel(
     Args:
         call: what is launched.
         tensors: all that addresses lie in; of a packed one or of rotated rows at one of its parts.
-        addresses: what the kernel takes.
+        addresses: what the kernel takes; None for a tensor that this one does without.
         described: what the call's tiles are of.
     """
     compiled = None if call.binary is None else call.binary.compiled
@@ -100,8 +100,10 @@ def launch_kernel(
         call.binary.compiled = compiled
 
 
-def _tensor_at(address: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _tensor_at(address: int | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The tensor, or else the part of one along its second axis, that begins at an address."""
+    if address is None:
+        return None
     parts = (part for x in tensors if x.ndim > 2 for part in x.unbind(1))
     return next(x for x in itertools.chain(tensors, parts) if x.data_ptr() == address)
 
