@@ -106,10 +106,7 @@ def rotate_tile(x_ptr, x_stride, out_ptr, out_stride, norm_ptr, rows, mask, cos,
                 MAIN: tl.constexpr, TAIL: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
     """Rotate columns FIRST .. FIRST + WIDTH (in paired order) of one head; 0 past head_dim."""
     pairs = load_pairs(x_ptr, x_stride, rows, mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
-    if EPS is not None:
-        inverse = load_inverse_rms(
-            x_ptr, x_stride, rows, mask, EPS, MAIN, TAIL, HEAD_DIM, ROTARY_DIM
-        )
-        pairs = normalized(pairs, inverse, norm_ptr, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
+    inverse = load_inverse_rms(x_ptr, x_stride, rows, mask, EPS, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
+    pairs = normalized(pairs, inverse, norm_ptr, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
     y = rotary_tile(pairs, cos, sin, True, out_ptr.dtype.element_ty)
     store_rotated(out_ptr, out_stride, rows, mask, y, head, HEADS, FIRST, WIDTH)

@@ -87,11 +87,8 @@ def stream_kernel(
     q = load_rotary(
         q_ptr, q_stride, rows, mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
     )
-    if Q_EPS is not None:
-        inverse = load_inverse_rms(
-            q_ptr, q_stride, rows, mask, Q_EPS, MAIN, TAIL, HEAD_DIM, ROTARY_DIM
-        )
-        q = normalized(q, inverse, q_norm_ptr, 0, MAIN, HEAD_DIM, ROTARY_DIM)
+    inverse = load_inverse_rms(q_ptr, q_stride, rows, mask, Q_EPS, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
+    q = normalized(q, inverse, q_norm_ptr, 0, MAIN, HEAD_DIM, ROTARY_DIM)
     q = rotary_tile(q, cos, sin, ROTATE_Q, dtype)  # [BLOCK, MAIN]
     q_tail = q  # stands in where there is no tail
     if TAIL > 0:
@@ -101,8 +98,7 @@ def stream_kernel(
         q_tail = load_rotary(
             q_ptr, q_stride, rows, mask, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
         )
-        if Q_EPS is not None:
-            q_tail = normalized(q_tail, inverse, q_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
+        q_tail = normalized(q_tail, inverse, q_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
         q_tail = rotary_tile(q_tail, cos, sin, ROTATE_Q, dtype)  # [BLOCK, TAIL]
     if ROTATE_Q and BLOCK >= 64:
         # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared

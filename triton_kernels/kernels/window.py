@@ -121,19 +121,15 @@ def window_kernel(
     # Q and K are rotated outside the branch that multiplies them. Within one block of code the
     # compiler moves the layout of the product's operand up to the loads and converts q, cos and
     # sin through shared memory one by one: 130 registers a thread in place of 86.
-    if Q_EPS is not None:
-        inverse = inverse_rms(q, q_tail if TAIL > 0 else None, Q_EPS, HEAD_DIM)
-        q = normalized(q, inverse, q_norm_ptr, 0, MAIN, HEAD_DIM, ROTARY_DIM)
-        if TAIL > 0:
-            q_tail = normalized(q_tail, inverse, q_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
-    if K_EPS is not None:
-        inverse = inverse_rms(k, k_tail if TAIL > 0 else None, K_EPS, HEAD_DIM)
-        k = normalized(k, inverse, k_norm_ptr, 0, MAIN, HEAD_DIM, ROTARY_DIM)
-        if TAIL > 0:
-            k_tail = normalized(k_tail, inverse, k_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
+    q_inverse = inverse_rms(q, q_tail if TAIL > 0 else None, Q_EPS, HEAD_DIM)
+    k_inverse = inverse_rms(k, k_tail if TAIL > 0 else None, K_EPS, HEAD_DIM)
+    q = normalized(q, q_inverse, q_norm_ptr, 0, MAIN, HEAD_DIM, ROTARY_DIM)
     q = rotary_tile(q, cos, sin, ROTATE_Q, dtype)  # [BLOCK, MAIN]
+    k = normalized(k, k_inverse, k_norm_ptr, 0, MAIN, HEAD_DIM, ROTARY_DIM)
     k = rotary_tile(k, cos, sin, ROTATE_K, dtype)  # [BLOCK, MAIN]
     if TAIL > 0:
+        q_tail = normalized(q_tail, q_inverse, q_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
+        k_tail = normalized(k_tail, k_inverse, k_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
         q_tail = rotary_tile(q_tail, cos_tail, sin_tail, ROTATE_Q, dtype)  # [BLOCK, TAIL]
         k_tail = rotary_tile(k_tail, cos_tail, sin_tail, ROTATE_K, dtype)  # [BLOCK, TAIL]
 
