@@ -225,19 +225,24 @@ class GradientContract:
 
     # Above a window the stream kernel, whose rows are right nevertheless.
     @pytest.mark.parametrize(
-        ("bound", "angles"), [(WINDOW + 1, True), (WINDOW, True), (WINDOW, False)]
+        ("bound", "angles", "norms"),
+        [
+            *((WINDOW + 1, True, ""), (WINDOW, True, ""), (WINDOW, False, "")),
+            *((WINDOW, True, "qk"), (WINDOW, False, "qk")),
+        ],
     )
-    def test_gradients_of_a_longer_segment_are_right_or_nan(self, bound, angles):
-        case = make_case((9, 70, 16), head_dim=16, dtype="float32", trailing=4)
+    def test_gradients_of_a_longer_segment_are_right_or_nan(self, bound, angles, norms):
+        case = make_case((9, 70, 16), head_dim=16, dtype="float32", trailing=4, norms=norms)
         right, found = (
             self.gradients(case, weights_for(case), angles=angles, max_seqlen=longest)
             for longest in (70, bound)
         )
         for x, expected in zip(found, right, strict=True):
-            start, end = case.segments[1]
-            if np.isnan(x[start:end]).any():
-                assert np.isnan(x[start:end]).all()
-                x[start:end] = expected[start:end]
+            # Those in norms are of all tokens together.
+            rows = slice(None) if x.ndim == 1 else slice(*case.segments[1])
+            if np.isnan(x[rows]).any():
+                assert np.isnan(x[rows]).all()
+                x[rows] = expected[rows]
             np.testing.assert_allclose(x, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
     def test_gradients_have_the_dtypes_of_the_arguments(self):

@@ -1,6 +1,7 @@
 """Launching kernels: through Pallas' Triton backend, and on Hopper GPUs through Mosaic."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ def run(
     dtype: DTypeLike,
     launch: Launch,
     interpret: bool,
-    operands: tuple[jax.Array, ...],
+    operands: tuple[Any, ...],
     disable_licm: bool = False,
     result: jax.Array | None = None,
 ) -> jax.Array:
@@ -38,7 +39,7 @@ def run_all(
     dtype: DTypeLike,
     launch: Launch,
     interpret: bool,
-    operands: tuple[jax.Array, ...],
+    operands: tuple[Any, ...],
     disable_licm: bool = False,
     result: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
@@ -51,20 +52,21 @@ def run_all(
         shape, dtype: of each result.
         launch: warps, stages, registers; block sizes are the kernel's to know.
         interpret: in Pallas' interpreter.
-        operands: arrays.
+        operands: arrays, and pytrees of them.
         disable_licm: see `TritonParams`.
         result: what is written to, where the kernel does not write all of its only result.
     """
     aliases, body = {}, kernel
     if result is not None:
-        aliases, operands = {len(operands): 0}, (*operands, result)
+        aliases, operands = {len(jax.tree.leaves(operands)): 0}, (*operands, result)
 
         def body(*refs: jax.Array) -> None:
             *read, _, out = refs  # the last two are the same memory
             kernel(*read, out)
 
     # Under shard_map the results vary over the mesh axes that any operand varies over.
-    manual_axis_type = jax.sharding.ManualAxisType(varying=varying_axes(*operands))
+    varying = varying_axes(*jax.tree.leaves(operands))
+    manual_axis_type = jax.sharding.ManualAxisType(varying=varying)
     written = jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type)
     call = pl.pallas_call(
         body,
@@ -84,6 +86,7 @@ def run_hopper_stream(
     k: jax.Array,
     v: jax.Array,
     cu_seqlens: jax.Array,
+    heads: int,
     parts: tuple[int, int, int],
     scale_log2: float,
     max_seqlen: int,
@@ -96,6 +99,7 @@ def run_hopper_stream(
             the last token hold; may be the same.
         v: [tokens, parts, heads, head_dim], bf16 or fp16; copied where tokens are not by eights.
         cu_seqlens: [segments + 1] int32.
+        heads: of q.
         parts: which of them q, k and v are.
         scale_log2: scale times log2(e).
         max_seqlen: what most segments' length is guessed to be.
@@ -111,7 +115,7 @@ def run_hopper_stream(
     from pallas_kernels.kernels.hopper_stream import hopper_stream_kernel
     from pallas_kernels.kernels.hopper_tiles import GROUPS, KEYS, ROWS, STAGES
 
-    tokens, _, heads, head_dim = v.shape
+    tokens, _, k_heads, head_dim = v.shape
     rows = rows_of(tokens)
     if rows > tokens:
         q_part, k_part, v_part = parts
@@ -126,7 +130,8 @@ def run_hopper_stream(
     shared = functools.partial(mosaic.SMEM, dtype=v.dtype)
     kernel = functools.partial(
         hopper_stream_kernel,
-        parts=parts, scale_log2=scale_log2, max_seqlen=max_seqlen, heads=heads, head_dim=head_dim,
+        parts=parts, scale_log2=scale_log2, max_seqlen=max_seqlen, heads=heads, k_heads=k_heads,
+        head_dim=head_dim,
         # Under shard_map, JAX maps no warps over arrays that vary over axes of a mesh.
         by_one_warp=not varying_axes(q, k, v, cu_seqlens),
     )  # fmt: skip

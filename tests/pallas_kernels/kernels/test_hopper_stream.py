@@ -44,7 +44,7 @@ def interpret(monkeypatch):
     attend, rotate = plan.attend, plan.rotate_by_xla
 
     def attend_forced(qkv, *rest, fuse, interpret, **options):
-        tokens, _, heads, head_dim = (v := qkv[-1]).shape
+        tokens, _, heads, head_dim = (v := qkv[-1]).shape  # V's tiles are what has to fit
         forced = fuse == "none" and takes(v.dtype, head_dim, None, tokens, heads)
         return attend(qkv, *rest, fuse=fuse, interpret=interpret and not forced, **options)
 
@@ -219,7 +219,7 @@ def test_groups_of_warps_do_not_race(monkeypatch, anew):
 @functools.partial(jax.jit, static_argnums=3)
 def run(q_k, v, cu_seqlens, parts):
     q, k = q_k if isinstance(q_k, tuple) else (q_k, q_k)
-    return launch.run_hopper_stream(q, k, v, cu_seqlens, parts, 0.1, 128)
+    return launch.run_hopper_stream(q, k, v, cu_seqlens, v.shape[2], parts, 0.1, 128)
 
 
 def lower(tokens, heads, head_dim, dtype="bfloat16", packed=True):
