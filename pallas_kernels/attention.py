@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.checks import check_arguments
+from pallas_kernels.checks import NO_NORMS, NORM_EPS, Norms, check_arguments
 from pallas_kernels.kernels.dialect import HAVE_TRITON, without_triton
 from pallas_kernels.launching.backward import attention_gradients, needs_lse
 from pallas_kernels.launching.choose import auto_fuse, has_kernel
@@ -16,7 +16,12 @@ from pallas_kernels.launching.devices import have_tensor_cores, warn_without_tri
 from pallas_kernels.launching.plan import attend, operands
 from pallas_kernels.launching.platforms import platform_dependent
 from pallas_kernels.launching.table import next_power_of_2
-from pallas_kernels.reference import rope_attention_gradients, rope_attention_reference
+from pallas_kernels.reference import (
+    normalize_reference,
+    rope_attention_gradients,
+    rope_attention_reference,
+    spread_heads,
+)
 from pallas_kernels.sharding import check_shardings, on_own_heads, vary_as
 
 
@@ -33,11 +38,16 @@ def fused_rope_attention(
     fuse: str = "auto",
     implementation: str = "auto",
     batch_invariant: bool = False,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    norm_eps: float = NORM_EPS,
 ) -> jax.Array:
     """Attention within segments, with the rotary embedding of Q and K inside the kernel.
 
     Args:
         q, k, v: [tokens, heads, head_dim], bf16, fp16 or fp32; head_dim a multiple of 8 up to 256.
+            k and v may have fewer heads, which divide q's: each serves as many neighbours among
+            these (grouped queries).
         cos, sin: [tokens, rotary_dim / 2] fp32, the angles of each token, applied in the split-half
             (NeoX) form. Dims of a head behind rotary_dim pass unrotated.
         cu_seqlens: [segments + 1] int32, cumulative segment starts. Segments may be empty; tokens
@@ -62,6 +72,10 @@ def fused_rope_attention(
             any place in it, on one GPU. Else which kernel serves it, and by which tiles, follows
             from all that is in a call, as it always does for gradients. Long segments cost a second
             launch and the warp-specialized kernel; `python -m compare invariance` measures it.
+        q_norm, k_norm: [head_dim] in the dtype of q: weights of an RMSNorm of each head of q, or of
+            k, where it is rotated and before that, in fp32. In longer segments than one tile holds,
+            k with a norm is rotated in a pass of its own, whatever fuse says.
+        norm_eps: static, what is added to the mean square of a head, 0 to 1.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of q; exactly 0 for padding.
@@ -71,14 +85,14 @@ def fused_rope_attention(
             type says that it is split over devices otherwise than by heads.
         NotImplementedError: `implementation="kernel"` where JAX has no Pallas Triton backend.
 
-    Differentiable in q, k, v, cos and sin in reverse mode. Kernels compute the gradients in q, k
-    and v: where no tile holds a segment, see `window_limit`, of the result and a number for each of
-    its rows, which are kept. The reference does those in cos and sin, and further derivatives.
-    Under vmap the calls run one after the other. With q, k and v split by heads along explicit axes
-    of a mesh, or under shard_map, there also with all arguments split by calls, each device runs
-    its own.
+    Differentiable in q, k, v, cos, sin and norms in reverse mode. Kernels compute the gradients in
+    q, k, v and norms: where no tile holds a segment, see `window_limit`, of the result and a number
+    for each of its rows, which are kept, or with norms computed again. The reference does those in
+    cos and sin, and further derivatives. Under vmap the calls run one after the other. With q, k
+    and v split by heads along explicit axes of a mesh, or under shard_map, there also with all
+    arguments split by calls, each device runs its own.
     """
-    options = max_seqlen, scale, fuse, implementation, batch_invariant
+    options = max_seqlen, scale, fuse, implementation, batch_invariant, (q_norm, k_norm), norm_eps
     return _call((q, k, v, cos, sin, cu_seqlens), *options)
 
 
@@ -93,13 +107,16 @@ def fused_rope_attention_qkvpacked(
     fuse: str = "auto",
     implementation: str = "auto",
     batch_invariant: bool = False,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    norm_eps: float = NORM_EPS,
 ) -> jax.Array:
     """fused_rope_attention on qkv [tokens, 3, heads, head_dim], read in place.
 
     That is what a QKV projection writes; it is neither split nor copied. Everything else is as in
     fused_rope_attention.
     """
-    options = max_seqlen, scale, fuse, implementation, batch_invariant
+    options = max_seqlen, scale, fuse, implementation, batch_invariant, (q_norm, k_norm), norm_eps
     return _call((qkv, cos, sin, cu_seqlens), *options)
 
 
@@ -112,6 +129,7 @@ class _Options:
     fuse: str
     implementation: str
     batch_invariant: bool
+    norm_eps: float
 
 
 def _call(
@@ -121,10 +139,13 @@ def _call(
     fuse: str,
     implementation: str,
     batch_invariant: bool,
+    norms: Norms,
+    norm_eps: float,
 ) -> jax.Array:
     """Check a call's arguments, settle all that is static about it, and run it."""
     # Before numbers of 64 bits, NumPy's default, become JAX's of 32.
-    check_arguments(arrays, max_seqlen, scale, fuse, implementation, batch_invariant)
+    settings = max_seqlen, scale, fuse, implementation, batch_invariant
+    check_arguments(arrays, *settings, norms, norm_eps)
     if max_seqlen is None:
         if isinstance(cu_seqlens := arrays[-1], jax.core.Tracer):
             raise ValueError("max_seqlen must be given where cu_seqlens is traced (by jit or vmap)")
@@ -133,7 +154,8 @@ def _call(
         longest = int(np.diff(np.asarray(cu_seqlens, np.int64)).max(initial=0))
         max_seqlen = min(next_power_of_2(longest), arrays[0].shape[0])
     *qkv, cos, sin, cu_seqlens = map(jnp.asarray, arrays)
-    check_shardings(*qkv, cos, sin, cu_seqlens)
+    norms = jax.tree.map(jnp.asarray, norms)
+    check_shardings(*qkv, cos, sin, cu_seqlens, norms=norms)
     max_seqlen, (tokens, *_, heads, head_dim) = int(max_seqlen), qkv[0].shape
     if fuse == "auto" and not batch_invariant:
         fuse = auto_fuse(qkv[0].dtype, head_dim, 2 * cos.shape[1], max_seqlen, tokens, heads)
@@ -149,29 +171,40 @@ def _call(
     elif implementation == "auto":
         implementation = "reference"
     scale = head_dim**-0.5 if scale is None else float(scale)
-    options = _Options(max_seqlen, scale, fuse, implementation, batch_invariant)
-    result = _run(options, tuple(qkv), cos, sin, cu_seqlens)
+    norm_eps = NORM_EPS if norms == NO_NORMS else float(norm_eps)
+    options = _Options(max_seqlen, scale, fuse, implementation, batch_invariant, norm_eps)
+    result = _run(options, tuple(qkv), norms, cos, sin, cu_seqlens)
     # Within a custom_vmap `jax.debug_nans` looks at nothing; of what is jitted it looks at results.
     return jnp.copy(result) if jax.config.jax_disable_jit else result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(
-    options: _Options, keeps_lse: bool, qkv: tuple[jax.Array, ...], *rest: jax.Array
+    options: _Options,
+    keeps_lse: bool,
+    qkv: tuple[jax.Array, ...],
+    norms: Norms,
+    *rest: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """The result and, if it is kept, the log-sum-exp of each row, see `attend`.
 
     Qkv is as `operands` takes it, rest is cos, sin and cu_seqlens.
     """
     if qkv[0].size == 0 or rest[-1].shape[0] == 1:
-        return (jnp.zeros_like(qkv[-1][:, -1]),)  # varying over a mesh as v does
+        # Varying over a mesh as v does.
+        return (vary_as(qkv[-1])(jnp.zeros_like(qkv[0][:, 0])),)
     bounds = {"max_seqlen": options.max_seqlen, "scale": options.scale}
+    bounds |= {"norm_eps": options.norm_eps}
     means = bounds | {"fuse": options.fuse, "batch_invariant": options.batch_invariant}
     kernel = functools.partial(attend, **means, keeps_lse=keeps_lse, interpret=False)
     interpreted = functools.partial(kernel, interpret=True)
 
-    def reference(qkv: tuple[jax.Array, ...], *rest: jax.Array) -> tuple[jax.Array, ...]:
-        out = rope_attention_reference(*_q_k_v(qkv), *rest, **bounds)
+    def reference(
+        qkv: tuple[jax.Array, ...], norms: Norms, *rest: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        q_norm, k_norm = norms
+        further = bounds | {"q_norm": q_norm, "k_norm": k_norm}
+        out = rope_attention_reference(*_q_k_v(qkv), *rest, **further)
         # Of no use, but as much as the kernel's.
         return (out, jnp.zeros_like(out[..., 0].T, jnp.float32)) if keeps_lse else (out,)
 
@@ -183,7 +216,7 @@ def _attention(
             return platform_dependent(*arguments, cuda=kernel, default=reference)
         return platform_dependent(*arguments, cuda=kernel, cpu=interpreted)
 
-    return call(qkv, *rest)
+    return call(qkv, norms, *rest)
 
 
 def _by_kernels(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) -> bool:
@@ -192,12 +225,17 @@ def _by_kernels(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array)
     return HAVE_TRITON and options.implementation != "reference" and not is_empty
 
 
+def _needs_lse(options: _Options, qkv: tuple[jax.Array, ...]) -> bool:
+    return needs_lse(qkv[0].dtype, qkv[0].shape[-1], options.max_seqlen)
+
+
 def _forward(
     options: _Options, keeps_lse: bool, *arguments: tuple | jax.Array
 ) -> tuple[tuple[jax.Array, ...], tuple]:
     """The result, and what the backward pass needs of it and of the arguments."""
-    x = arguments[0][0]
-    needs = needs_lse(x.dtype, x.shape[-1], options.max_seqlen) and _by_kernels(options, *arguments)
+    qkv, norms, *_ = arguments
+    # Normalised heads are rounded behind the rotation here, and in front of it for the gradients.
+    needs = _needs_lse(options, qkv) and norms == NO_NORMS and _by_kernels(options, *arguments)
     results = _attention(options, needs, *arguments)
     return results if keeps_lse else results[:1], (arguments, results if needs else ())
 
@@ -209,33 +247,55 @@ def _backward(options: _Options, _: bool, residuals: tuple, grads: tuple[jax.Arr
     program unless they are asked for.
     """
     (arguments, kept), grad = residuals, grads[0]
-    qkv_grad, *angle_grads = _reference_gradients(options, grad, *arguments)
+    qkv, norms, *rest = arguments
+    qkv_grad, norm_grads, *angle_grads = _reference_gradients(options, grad, *arguments)
     if _by_kernels(options, *arguments):
-        qkv_grad = _qkv_gradients(options, grad, *arguments, *kept)
-    return qkv_grad, *angle_grads, None
+        # Those in normalised heads, of K and V as many as of Q; JAX's from there.
+        prepared, pull = jax.vjp(functools.partial(_prepare, options.norm_eps), qkv, norms)
+        if not kept and _needs_lse(options, qkv):
+            kept = _attention(options, True, prepared, NO_NORMS, *rest)
+        qkv_grad, norm_grads = pull(_qkv_gradients(options, grad, prepared, *rest, *kept))
+    return qkv_grad, norm_grads, *angle_grads, None
+
+
+def _prepare(norm_eps: float, qkv: tuple[jax.Array, ...], norms: Norms) -> tuple[jax.Array, ...]:
+    """Qkv with normalised heads, and of K and V as many as of Q, as `operands` takes it."""
+    (q, k, v), parts = operands(qkv)
+    if norms == NO_NORMS and k.shape == q.shape:
+        return qkv
+    q, k, v = (x[:, part] for x, part in zip((q, k, v), parts, strict=True))
+    q, k = (
+        x if weight is None else normalize_reference(x, weight, norm_eps).astype(v.dtype)
+        for x, weight in zip((q, k), norms, strict=True)
+    )
+    return tuple(spread_heads(x, q.shape[1])[:, None] for x in (q, k, v))
 
 
 _attention.defvjp(_forward, _backward)
 
 
 def _reference_gradients(
-    options: _Options, grad: jax.Array, qkv: tuple[jax.Array, ...], *rest: jax.Array
+    options: _Options, grad: jax.Array, qkv: tuple[jax.Array, ...], norms: Norms, *rest: jax.Array
 ) -> tuple:
-    """In qkv, cos and sin, by the reference."""
+    """In qkv, norms, cos and sin, by the reference."""
     cos, sin, cu_seqlens = rest
-    *found, cos_grad, sin_grad = rope_attention_gradients(
-        grad, (*_q_k_v(qkv), cos, sin), cu_seqlens, options.scale, options.max_seqlen
+    bounds = options.scale, options.max_seqlen
+    (*found, cos_grad, sin_grad), norm_grads = rope_attention_gradients(
+        grad, (*_q_k_v(qkv), cos, sin), cu_seqlens, *bounds, norms, options.norm_eps
     )
     packed = len(qkv) == 1
     qkv_grad = (jnp.stack(found, axis=1),) if packed else tuple(x[:, None] for x in found)
-    return qkv_grad, cos_grad, sin_grad
+    return qkv_grad, norm_grads, cos_grad, sin_grad
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _qkv_gradients(
     options: _Options, grad: jax.Array, qkv: tuple[jax.Array, ...], *rest: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The gradients in qkv by kernels; rest is cos, sin, cu_seqlens and what was kept."""
+    """The gradients in qkv, of no norms and equal heads, by kernels.
+
+    rest: cos, sin, cu_seqlens and what was kept.
+    """
     vary = vary_as(grad, *qkv, *rest)
     # Under shard_map, what is the same on several devices gets the sum of its gradients there.
     varying, sum_over_devices = jax.vjp(lambda *x: tuple(map(vary, x)), *qkv)
@@ -243,8 +303,10 @@ def _qkv_gradients(
     kernel = functools.partial(attention_gradients, **bounds, interpret=False)
     interpreted = functools.partial(kernel, interpret=True)
 
-    def reference(*arguments: tuple | jax.Array) -> tuple[jax.Array, ...]:
-        return _reference_gradients(options, *arguments[:5])[0]
+    def reference(
+        grad: jax.Array, qkv: tuple[jax.Array, ...], *rest: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        return _reference_gradients(options, grad, qkv, NO_NORMS, *rest[:3])[0]
 
     @jax.custom_batching.sequential_vmap
     def call(*arguments: tuple | jax.Array) -> tuple[jax.Array, ...]:
@@ -263,7 +325,11 @@ def _gradients_backward(options: _Options, arguments: tuple, grad: tuple[jax.Arr
     """Second derivatives, by the reference; what was kept follows from the arguments."""
     *differentiated, cu_seqlens = arguments[:5]
     kept = map(jnp.zeros_like, arguments[5:])
-    _, pull = jax.vjp(lambda *x: _reference_gradients(options, *x, cu_seqlens)[0], *differentiated)
+
+    def gradients(grad: jax.Array, qkv: tuple[jax.Array, ...], *angles: jax.Array) -> tuple:
+        return _reference_gradients(options, grad, qkv, NO_NORMS, *angles, cu_seqlens)[0]
+
+    _, pull = jax.vjp(gradients, *differentiated)
     return *pull(grad), None, *kept
 
 
@@ -272,10 +338,13 @@ _qkv_gradients.defvjp(_gradients_forward, _gradients_backward)
 
 # Outside of any jit it would be traced and compiled anew at each call.
 @functools.partial(jax.jit, static_argnums=0)
-def _run(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) -> jax.Array:
+def _run(
+    options: _Options, qkv: tuple[jax.Array, ...], norms: Norms, *rest: jax.Array
+) -> jax.Array:
     """Qkv is one packed [tokens, 3, heads, head_dim], or q, k, v [tokens, heads, head_dim]."""
     qkv = qkv if len(qkv) == 1 else tuple(x[:, None] for x in qkv)
-    return on_own_heads(lambda *x: _attention(options, False, *x)[0], qkv, *rest)
+    attention = functools.partial(_attention, options, False)
+    return on_own_heads(lambda *x: attention(*x)[0], qkv, norms, *rest)
 
 
 def _q_k_v(qkv: tuple[jax.Array, ...]) -> Iterator[jax.Array]:

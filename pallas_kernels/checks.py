@@ -26,6 +26,11 @@ MAX_SEGMENTS = 2**22
 MAX_PROGRAMS = 2**31 - 1
 # Of these neither the factor nor its products with logits leave fp32.
 SCALES = (2.0**-100, 2.0**100)
+NORM_EPS = 1e-6
+
+# Weights [head_dim] of an RMSNorm of each head of Q and of K, None where there is none.
+Norms = tuple[jax.Array | None, jax.Array | None]
+NO_NORMS: Norms = (None, None)
 
 
 def check_cu_seqlens(cu_seqlens: jax.Array, tokens: int, max_seqlen: int | None = None) -> None:
@@ -65,12 +70,14 @@ def check_arguments(
     fuse: str,
     implementation: str,
     batch_invariant: bool,
+    norms: Norms = NO_NORMS,
+    norm_eps: float = NORM_EPS,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
 
     arrays are (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
     """
-    for name, x in (("max_seqlen", max_seqlen), ("scale", scale)):
+    for name, x in (("max_seqlen", max_seqlen), ("scale", scale), ("norm_eps", norm_eps)):
         if isinstance(x, jax.core.Tracer):
             raise ValueError(f"{name} must be static, got a traced value")
     if max_seqlen is not None and (not isinstance(max_seqlen, Integral) or max_seqlen < 0):
@@ -84,6 +91,8 @@ def check_arguments(
     if not isinstance(batch_invariant, bool):
         raise ValueError(f"batch_invariant must be True or False, got {batch_invariant!r}")
     _check_arrays(*arrays)
+    if any(x is not None for x in norms):
+        _check_norms(norms, norm_eps, arrays[0])
 
 
 def _check_arrays(*arrays: jax.Array) -> None:
@@ -98,10 +107,14 @@ def _check_arrays(*arrays: jax.Array) -> None:
             raise TypeError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}")
         if x.ndim != (4 if packed else 3) or (packed and x.shape[1] != 3):
             raise ValueError(f"{name} must have shape {form}, got {x.shape}")
-        if x.shape != first.shape or x.dtype != first.dtype:
+        if name == "k" and (x.dtype != first.dtype or not _serves(x.shape, first.shape)):
             raise ValueError(
-                f"{name} must have the shape and dtype of {names[0]}, {first.shape} "
-                f"{first.dtype}, got {x.shape} {x.dtype}"
+                f"k must have the dtype and shape of q, {_form(first)}, but for fewer heads that "
+                f"divide its own, got {_form(x)}"
+            )
+        if name == "v" and (x.shape != qkv[1].shape or x.dtype != first.dtype):
+            raise ValueError(
+                f"v must have the dtype and shape of k, {_form(qkv[1])}, got {_form(x)}"
             )
     tokens, *_, heads, head_dim = first.shape
     if tokens > MAX_TOKENS:
@@ -112,6 +125,37 @@ def _check_arrays(*arrays: jax.Array) -> None:
     _check_cu_seqlens_form(cu_seqlens)
     if (programs := (cu_seqlens.shape[0] - 1) * heads) > MAX_PROGRAMS:
         raise ValueError(f"segments x heads must be at most {MAX_PROGRAMS}, got {programs}")
+
+
+def _serves(k: tuple[int, ...], q: tuple[int, ...]) -> bool:
+    """Whether K of a shape serves Q: each of its heads as many."""
+    *others, heads, head_dim = k
+    return [*others, head_dim] == [*q[:-2], q[-1]] and (
+        heads == q[-2] or (heads > 0 and q[-2] % heads == 0)
+    )
+
+
+def _form(x: jax.Array) -> str:
+    return f"{x.dtype} {x.shape}"
+
+
+def _check_norms(norms: Norms, eps: float, first: jax.Array) -> None:
+    try:
+        is_eps = bool(0 <= eps <= 1)
+    except (TypeError, ValueError):
+        is_eps = False
+    if not is_eps:
+        raise ValueError(f"norm_eps must be from 0 to 1, got {eps!r}")
+    head_dim = first.shape[-1]
+    for name, x in zip(("q_norm", "k_norm"), norms, strict=True):
+        if x is None:
+            continue
+        _check_array(name, x)
+        if x.dtype != first.dtype or x.shape != (head_dim,):
+            raise ValueError(
+                f"{name} must be [{head_dim}] {first.dtype}, as the heads are, or None, "
+                f"got {x.shape} {x.dtype}"
+            )
 
 
 def _check_array(name: str, x: Any) -> None:

@@ -7,6 +7,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import NORM_EPS, Norms
 from pallas_kernels.sharding import vary_as
 
 # Rows of Q whose logits exist at once: bounds the memory of a long segment.
@@ -21,19 +22,34 @@ _take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
 _Carry = TypeVar("_Carry")
 
 
-def rotate_reference(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Split-half (NeoX) rotation in fp32, then back to the dtype of x.
+def rotate_reference(
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    weight: jax.Array | None = None,
+    eps: float = NORM_EPS,
+) -> jax.Array:
+    """Norm, if there is a weight, and split-half (NeoX) rotation in fp32; then x's dtype.
 
-    x [tokens, heads, head_dim]; cos and sin [tokens, rotary_dim / 2] fp32. The dims behind
-    rotary_dim pass unrotated. x1' = x1 cos - x2 sin, x2' = x2 cos + x1 sin (Su et al., RoFormer,
-    2021, in the layout of GPT-NeoX).
+    x [tokens, heads, head_dim]; cos and sin [tokens, rotary_dim / 2] fp32; weight [head_dim]. The
+    dims behind rotary_dim pass unrotated. x1' = x1 cos - x2 sin, x2' = x2 cos + x1 sin (Su et al.,
+    RoFormer, 2021, in the layout of GPT-NeoX).
     """
-    half = cos.shape[-1]
+    half, dtype = cos.shape[-1], x.dtype
+    if weight is not None:
+        x = normalize_reference(x, weight, eps)
     cos, sin = cos[:, None], sin[:, None]
     x1, x2, rest = jnp.split(x, (half, 2 * half), axis=-1)
     x1, x2 = x1.astype(jnp.float32), x2.astype(jnp.float32)
     rotated = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
-    return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
+    return jnp.concatenate([rotated.astype(dtype), rest.astype(dtype)], axis=-1)
+
+
+def normalize_reference(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm of each head, in fp32; x [tokens, heads, head_dim], weight [head_dim]."""
+    x = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * inverse * weight.astype(jnp.float32)
 
 
 def rope_attention_reference(
@@ -45,24 +61,29 @@ def rope_attention_reference(
     cu_seqlens: jax.Array,
     scale: float,
     max_seqlen: int | None = None,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    norm_eps: float = NORM_EPS,
 ) -> jax.Array:
-    """Rotate, then attend segment by segment; shapes as fused_rope_attention's.
+    """Normalise and rotate, then attend segment by segment; shapes as fused_rope_attention's.
 
     Logits and softmax in fp32, probabilities cast to the dtype of v, the second product summed in
     fp32. Tokens of no segment get 0, rows of a segment longer than max_seqlen NaN.
     """
     tokens = q.shape[0]
+    arrays = q, k, v, cos, sin, cu_seqlens, q_norm, k_norm
+    arrays = jax.tree.map(vary_as(*jax.tree.leaves(arrays)), arrays)
+    q, k, v, cos, sin, cu_seqlens, q_norm, k_norm = arrays
     if tokens == 0:
-        return jnp.zeros_like(v)
-    vary = vary_as(q, k, v, cos, sin, cu_seqlens)
-    q, k, v, cos, sin, cu_seqlens = map(vary, (q, k, v, cos, sin, cu_seqlens))
-    q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
+        return jnp.zeros_like(q)
+    q = rotate_reference(q, cos, sin, q_norm, norm_eps)
+    k = rotate_reference(k, cos, sin, k_norm, norm_eps)
 
     def attend(out: jax.Array, row: jax.Array, key: jax.Array) -> jax.Array:
         attended = _attend(_take(q, row), _take(k, key), _take(v, key), key < tokens, scale)
         return out.at[row].set(attended, mode="drop")
 
-    out = _visit_blocks(attend, jnp.zeros_like(v), tokens, cu_seqlens, max_seqlen)
+    out = _visit_blocks(attend, jnp.zeros_like(q), tokens, cu_seqlens, max_seqlen)
     return refuse_longer(out, cu_seqlens, max_seqlen)
 
 
@@ -72,8 +93,10 @@ def rope_attention_gradients(
     cu_seqlens: jax.Array,
     scale: float,
     max_seqlen: int | None = None,
-) -> tuple[jax.Array, ...]:
-    """Gradients in primals (q, k, v, cos, sin) from that of the reference's result.
+    norms: Norms = (None, None),
+    norm_eps: float = NORM_EPS,
+) -> tuple[tuple[jax.Array, ...], Norms]:
+    """Gradients in primals (q, k, v, cos, sin), and norms, from that of the reference's result.
 
     JAX's own derivative of the loop would make arrays of zeros as large as q, k and v for every
     block, and sum a key's gradients over blocks in its dtype. Here blocks add to the rows that they
@@ -81,16 +104,23 @@ def rope_attention_gradients(
     """
     tokens = grad.shape[0]
     if tokens == 0:
-        return tuple(map(jnp.zeros_like, primals))
-    vary = vary_as(grad, *primals, cu_seqlens)
+        return jax.tree.map(jnp.zeros_like, (tuple(primals), norms))
+    vary = vary_as(grad, *primals, cu_seqlens, *jax.tree.leaves(norms))
     # Under shard_map, what is the same on several devices gets the sum of its gradients there.
-    (q, k, v, cos, sin), sum_over_devices = jax.vjp(lambda *x: tuple(map(vary, x)), *primals)
+    varying, sum_over_devices = jax.vjp(lambda *x: jax.tree.map(vary, x), tuple(primals), norms)
+    (q, k, v, cos, sin), norms = varying
     grad, cu_seqlens = vary(grad), vary(cu_seqlens)
 
-    def rotate(q: jax.Array, k: jax.Array, *angles: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(rotate_reference(x.astype(jnp.float32), *angles) for x in (q, k))
+    def rotate(
+        q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, norms: Norms
+    ) -> tuple[jax.Array, ...]:
+        pairs = zip((q, k), norms, strict=True)
+        return tuple(
+            rotate_reference(x.astype(jnp.float32), cos, sin, weight, norm_eps)
+            for x, weight in pairs
+        )
 
-    rotated, rotate_back = jax.vjp(rotate, q, k, cos, sin)
+    rotated, rotate_back = jax.vjp(rotate, q, k, cos, sin, norms)
     q, k = (x.astype(v.dtype) for x in rotated)
 
     def pull(sums: tuple[jax.Array, ...], row: jax.Array, key: jax.Array) -> tuple[jax.Array, ...]:
@@ -103,10 +133,17 @@ def rope_attention_gradients(
         )
 
     zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
-    q_sum, k_sum, v_sum = _visit_blocks(pull, zeros, tokens, cu_seqlens, max_seqlen)
-    q_grad, k_grad, cos_grad, sin_grad = rotate_back((q_sum, k_sum))
+    sums = _visit_blocks(pull, zeros, tokens, cu_seqlens, max_seqlen)
+    # Here, so that the gradients in norms, which are of all tokens, are refused with these.
+    q_sum, k_sum, v_sum = (refuse_longer(x, cu_seqlens, max_seqlen) for x in sums)
+    q_grad, k_grad, cos_grad, sin_grad, norm_grads = rotate_back((q_sum, k_sum))
     gradients = q_grad, k_grad, v_sum.astype(v.dtype), cos_grad, sin_grad
-    return sum_over_devices(tuple(refuse_longer(x, cu_seqlens, max_seqlen) for x in gradients))
+    return sum_over_devices((gradients, norm_grads))
+
+
+def spread_heads(x: jax.Array, heads: int) -> jax.Array:
+    """x [tokens, kv_heads, head_dim] with each of its heads as often as it serves one of Q's."""
+    return x if x.shape[1] == heads else jnp.repeat(x, heads // x.shape[1], axis=1)
 
 
 def _visit_blocks(
@@ -167,7 +204,8 @@ def refuse_longer(x: jax.Array, cu_seqlens: jax.Array, max_seqlen: int | None) -
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, key_mask: jax.Array, scale: float
 ) -> jax.Array:
-    """Q [rows, heads, head_dim], k and v [keys, heads, head_dim], at least one key unmasked."""
+    """Q [rows, heads, head_dim], k and v [keys, kv_heads, head_dim], at least one key unmasked."""
+    k, v = (spread_heads(x, q.shape[1]) for x in (k, v))
     product = functools.partial(
         jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )

@@ -10,19 +10,22 @@ from collections.abc import Callable
 import jax
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.checks import NAMES
+from pallas_kernels.checks import NAMES, Norms
 
 
-def check_shardings(*arrays: jax.Array) -> None:
+def check_shardings(*arrays: jax.Array, norms: Norms) -> None:
     """Raise ValueError for the first argument that is split otherwise than by heads.
 
     arrays are (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
     """
     *before, heads, _ = _spec(arrays[0])
     by_heads = PartitionSpec(*(None for _ in before), heads, None)
-    for name, x in zip(NAMES[len(arrays)], arrays, strict=True):
+    names = *NAMES[len(arrays)], "q_norm", "k_norm"
+    for name, x in zip(names, (*arrays, *norms), strict=True):
+        if x is None:
+            continue
         spec = _spec(x)
-        if name not in ("cos", "sin", "cu_seqlens"):
+        if name in ("q", "k", "v", "qkv"):
             if spec != by_heads:
                 raise ValueError(
                     f"{name} must be split over devices by heads alone, as in {by_heads}, "
@@ -33,25 +36,29 @@ def check_shardings(*arrays: jax.Array) -> None:
 
 
 def on_own_heads(
-    attention: Callable[..., jax.Array], qkv: tuple[jax.Array, ...], *rest: jax.Array
+    attention: Callable[..., jax.Array],
+    qkv: tuple[jax.Array, ...],
+    norms: Norms,
+    *rest: jax.Array,
 ) -> jax.Array:
-    """attention(qkv, cos, sin, cu_seqlens), by each device on its own heads where they are split.
+    """attention(qkv, norms, cos, sin, cu_seqlens), by each device on its own heads if they are
+    split.
 
     Each of qkv is [tokens, parts, heads, head_dim], the result [tokens, heads, head_dim].
     """
     heads = _spec(qkv[0])[2]
     if heads is None:
-        return attention(qkv, *rest)
+        return attention(qkv, norms, *rest)
     split, same = PartitionSpec(None, None, heads), PartitionSpec()
     split_attention = jax.shard_map(
         attention,
         mesh=jax.typeof(qkv[0]).sharding.mesh,
         axis_names={heads} if isinstance(heads, str) else set(heads),
-        in_specs=((split,) * len(qkv), same, same, same),
+        in_specs=((split,) * len(qkv), same, same, same, same),
         out_specs=PartitionSpec(None, heads),
         check_vma=False,  # Pallas' interpreter mixes what varies by device with what does not
     )
-    return split_attention(qkv, *rest)
+    return split_attention(qkv, norms, *rest)
 
 
 def varying_axes(*arrays: jax.Array) -> frozenset[str]:

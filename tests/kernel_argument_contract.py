@@ -49,17 +49,28 @@ WRONG_SEPARATE = {
     "k of other tokens": (
         {"k": np.zeros((11, 2, 16), BF16)},
         ValueError,
-        r"k must have the shape and dtype of q, \(12, 2, 16\) .*bfloat16, got \(11, 2, 16\)",
+        r"k must have the dtype and shape of q, .*bfloat16 \(12, 2, 16\), but for fewer heads that "
+        r"divide its own, got .*bfloat16 \(11, 2, 16\)",
+    ),
+    "k of heads that don't divide q's": (
+        dict.fromkeys("kv", np.zeros((12, 3, 16), BF16)),
+        ValueError,
+        r"k must have the dtype and shape of q, .* fewer heads .* got .* \(12, 3, 16\)",
+    ),
+    "k of no heads": (
+        dict.fromkeys("kv", np.zeros((12, 0, 16), BF16)),
+        ValueError,
+        r"k must have the dtype and shape of q, .* fewer heads .* got .* \(12, 0, 16\)",
     ),
     "v of fewer heads": (
         {"v": np.zeros((12, 1, 16), BF16)},
         ValueError,
-        r"v must have the shape and dtype of q, .* got \(12, 1, 16\)",
+        r"v must have the dtype and shape of k, .* \(12, 2, 16\), got .* \(12, 1, 16\)",
     ),
     "v of another dtype": (
         {"v": np.zeros((12, 2, 16), np.float16)},
         ValueError,
-        r"v must have the shape and dtype of q, .*bfloat16, got .*float16",
+        r"v must have the dtype and shape of k, .*bfloat16 .*, got .*float16",
     ),
     "too many segments times heads": (
         {
@@ -223,6 +234,31 @@ WRONG_IN_BOTH = {
         ValueError,
         r"scale must be from 2\*\*-100 to 2\*\*100 or None, got \w+\(\[0\.25",
     ),
+    "q_norm of other columns": (
+        {"q_norm": np.ones(8, BF16)},
+        ValueError,
+        r"q_norm must be \[16\] .*bfloat16, as the heads are, or None, got \(8,\) .*bfloat16",
+    ),
+    "k_norm of another dtype": (
+        {"k_norm": np.ones(16, np.float32)},
+        ValueError,
+        r"k_norm must be \[16\] .*bfloat16, .*, got \(16,\) .*float32",
+    ),
+    "q_norm in a list": (
+        {"q_norm": [1.0] * 16},
+        TypeError,
+        r"q_norm must be a \w+\.\w+, got list",
+    ),
+    "negative norm_eps": (
+        {"norm_eps": -1e-6, "q_norm": np.ones(16, BF16)},
+        ValueError,
+        "norm_eps must be from 0 to 1, got -1e-06",
+    ),
+    "norm_eps in words": (
+        {"norm_eps": "1e-6", "k_norm": np.ones(16, BF16)},
+        ValueError,
+        "norm_eps must be from 0 to 1, got '1e-6'",
+    ),
     "unknown fuse": (
         {"fuse": "k"},
         ValueError,
@@ -275,6 +311,9 @@ KEYWORDS = {
     "fuse": "auto",
     "implementation": "auto",
     "batch_invariant": False,
+    "q_norm": None,
+    "k_norm": None,
+    "norm_eps": 1e-6,
 }
 
 

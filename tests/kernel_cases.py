@@ -4,7 +4,7 @@ Letters as in the kernels' docstrings; a case is one call's arguments.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import ml_dtypes
@@ -18,16 +18,24 @@ UNFUSED_FACTOR = 2.0
 # No element may be off by more than this many times what the RMS may be: a single wrong row of
 # many would hardly move the RMS.
 WORST_FACTOR = 32
+NORM_EPS = 1e-6  # the default
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """qkv [tokens, 3, heads, head_dim]; cos, sin [tokens, rotary_dim / 2]; cu_seqlens int32."""
+    """qkv [tokens, 3, heads, head_dim]; cos, sin [tokens, rotary_dim / 2]; cu_seqlens int32.
+
+    Of K and V one head serves each group of query heads: the group's first one in qkv. q_norm and
+    k_norm are [head_dim], if there are any.
+    """
 
     qkv: np.ndarray
     cos: np.ndarray
     sin: np.ndarray
     cu_seqlens: np.ndarray
+    group: int = 1
+    q_norm: np.ndarray | None = None
+    k_norm: np.ndarray | None = None
 
     @property
     def packed(self) -> tuple[np.ndarray, ...]:
@@ -35,8 +43,14 @@ class Case:
 
     @property
     def separate(self) -> tuple[np.ndarray, ...]:
-        q, k, v = (np.ascontiguousarray(self.qkv[:, i]) for i in range(3))
-        return q, k, v, self.cos, self.sin, self.cu_seqlens
+        parts = self.qkv[:, 0], self.qkv[:, 1, :: self.group], self.qkv[:, 2, :: self.group]
+        return *map(np.ascontiguousarray, parts), self.cos, self.sin, self.cu_seqlens
+
+    @property
+    def norms(self) -> dict[str, np.ndarray]:
+        """Those that there are, by the names of the keywords."""
+        both = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        return {name: x for name, x in both.items() if x is not None}
 
     @property
     def segments(self) -> list[tuple[int, int]]:
@@ -69,25 +83,34 @@ def make_case(
     leading: int = 0,
     trailing: int = 0,
     seed: int = 0,
+    group: int = 1,
+    norms: str = "",
 ) -> Case:
-    """Random inputs for segments of these lengths, with padding before and behind them."""
+    """Random inputs for segments of these lengths, with padding before and behind them.
+
+    norms: of which of q and k the heads are normalised, as letters.
+    """
     rng = np.random.default_rng(seed)
     cu_seqlens = leading + np.cumsum([0, *lengths])
     tokens = int(cu_seqlens[-1]) + trailing
     qkv = rng.standard_normal((tokens, 3, heads, head_dim), np.float32)
     # An angle for every token and column of its own: a mix-up of either shows.
     angles = rng.uniform(-8, 8, (tokens, (rotary_dim or head_dim) // 2))
+    weights = rng.uniform(0.5, 1.5, (2, head_dim)).astype(DTYPES[dtype])
     return Case(
         qkv.astype(DTYPES[dtype]),
         np.cos(angles).astype(np.float32),
         np.sin(angles).astype(np.float32),
         cu_seqlens.astype(np.int32),
+        group,
+        *(weight if name in norms else None for name, weight in zip("qk", weights, strict=True)),
     )
 
 
 def exact(case: Case, scale: float | None = None) -> np.ndarray:
     """The operation in fp64; 0 for tokens of no segment."""
-    q, k, v, cos, sin = (x.astype(np.float64) for x in case.separate[:5])
+    *_, cos, sin = (x.astype(np.float64) for x in case.separate[:5])
+    q, k, v = _prepared(case, np.float64)
     q, k = (_rotate(x, cos, sin) for x in (q, k))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out = np.zeros(q.shape)
@@ -100,11 +123,12 @@ def exact(case: Case, scale: float | None = None) -> np.ndarray:
 def unfused(case: Case, scale: float | None = None) -> np.ndarray:
     """Separate steps that round to the dtype of qkv in between: what rule 1 expects.
 
-    Rotation in fp32 and back to the dtype, logits and softmax sums in fp32, probabilities cast to
-    the dtype, the second product summed and divided in fp32.
+    Norms in fp32, back to the dtype, and times their weight in it; rotation in fp32 and back to the
+    dtype, logits and softmax sums in fp32, probabilities cast to the dtype, the second product
+    summed and divided in fp32.
     """
     dtype = case.qkv.dtype
-    q, k, v = (x.astype(np.float32) for x in case.separate[:3])
+    q, k, v = _prepared(case, np.float32, _rounding(dtype))
     q, k = (_rotate(x, case.cos, case.sin).astype(dtype).astype(np.float32) for x in (q, k))
     scale = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
     out = np.zeros(q.shape, dtype)
@@ -116,35 +140,76 @@ def unfused(case: Case, scale: float | None = None) -> np.ndarray:
     return out
 
 
-def gradients(case: Case, weights: np.ndarray, exact: bool = True) -> np.ndarray:
-    """The gradient of sum(weights * result) in qkv [tokens, 3, heads, head_dim].
+def gradients(case: Case, weights: np.ndarray, exact: bool = True) -> tuple[np.ndarray, ...]:
+    """The gradients of sum(weights * result) in q, k, v, q_norm and k_norm (without one, None).
 
     In fp64, or by separate steps in fp32 that round to the dtype of qkv in between.
     """
     dtype = case.qkv.dtype
-    wide = np.float64 if exact else np.float32
-
-    def rounded(x: np.ndarray) -> np.ndarray:
-        return x if exact else x.astype(dtype).astype(wide)
-
-    q, k, v, cos, sin, weights = (x.astype(wide) for x in (*case.separate[:5], weights))
+    wide, rounded = (np.float64, lambda x: x) if exact else (np.float32, _rounding(dtype))
+    cos, sin, weights = (x.astype(wide) for x in (case.cos, case.sin, weights))
+    q, k, v = _prepared(case, wide, rounded)
     q, k = (rounded(_rotate(x, cos, sin)) for x in (q, k))
     scale = wide(q.shape[-1] ** -0.5)
-    result = np.zeros(case.qkv.shape, wide)
+    q_grad, k_grad, v_grad = (np.zeros(x.shape, wide) for x in (q, k, v))
     for start, end in case.segments:
         rows = slice(start, end)
         p = _softmax(q[rows], k[rows], scale)
         total = p.sum(-1, keepdims=True)
         grad = rounded(weights[rows])
-        v_grad = np.einsum("hqk,qhd->khd", rounded(p), grad / total[..., 0].T[..., None])
+        v_grad[rows] = np.einsum("hqk,qhd->khd", rounded(p), grad / total[..., 0].T[..., None])
         p_grad = np.einsum("qhd,khd->hqk", grad, v[rows])
         p = p / total
         s_grad = p * (p_grad - (p * p_grad).sum(-1, keepdims=True)) * scale
-        q_grad = rounded(np.einsum("hqk,khd->qhd", s_grad, k[rows]))
-        k_grad = rounded(np.einsum("hqk,qhd->khd", s_grad, q[rows]))
-        q_grad, k_grad = (_rotate(x, cos[rows], -sin[rows]) for x in (q_grad, k_grad))
-        result[rows] = np.stack([q_grad, k_grad, v_grad], axis=1)
-    return result if exact else result.astype(dtype)
+        q_grad[rows] = rounded(np.einsum("hqk,khd->qhd", s_grad, k[rows]))
+        k_grad[rows] = rounded(np.einsum("hqk,qhd->khd", s_grad, q[rows]))
+    q_grad, k_grad = (_rotate(x, cos, -sin) for x in (q_grad, k_grad))
+    k_grad, v_grad = (
+        x.reshape(len(x), -1, case.group, x.shape[-1]).sum(2) for x in (k_grad, v_grad)
+    )
+    q, k, *_ = (x.astype(wide) for x in case.separate)
+    q_grad, q_norm_grad = _normalize_back(q, case.q_norm, rounded(q_grad))
+    k_grad, k_norm_grad = _normalize_back(k, case.k_norm, rounded(k_grad))
+    found = q_grad, k_grad, v_grad, q_norm_grad, k_norm_grad
+    return found if exact else tuple(None if x is None else x.astype(dtype) for x in found)
+
+
+def _prepared(
+    case: Case, wide: type, rounded: Callable[[np.ndarray], np.ndarray] = lambda x: x
+) -> tuple[np.ndarray, ...]:
+    """q and k normalised, k and v of as many heads as q."""
+    q, k, v = (x.astype(wide) for x in case.separate[:3])
+    q, k = (_normalize(x, weight, rounded) for x, weight in ((q, case.q_norm), (k, case.k_norm)))
+    return q, *(x.repeat(case.group, axis=1) for x in (k, v))
+
+
+def _normalize(
+    x: np.ndarray, weight: np.ndarray | None, rounded: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """RMSNorm of each head, as Hugging Face has it."""
+    if weight is None:
+        return x
+    return rounded(rounded(x * _inverse_rms(x)) * weight.astype(x.dtype))
+
+
+def _normalize_back(
+    x: np.ndarray, weight: np.ndarray | None, grad: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The gradients in x and the weight, from that of what `_normalize` returns."""
+    if weight is None:
+        return grad, None
+    inverse = _inverse_rms(x)
+    y, y_grad = x * inverse, grad * weight.astype(x.dtype)
+    x_grad = inverse * (y_grad - y * (y * y_grad).mean(-1, keepdims=True))
+    return x_grad, (y * grad).sum((0, 1))
+
+
+def _inverse_rms(x: np.ndarray) -> np.ndarray:
+    return 1 / np.sqrt((x * x).mean(-1, keepdims=True) + x.dtype.type(NORM_EPS))
+
+
+def _rounding(dtype: np.dtype) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda x: x.astype(dtype).astype(x.dtype)
 
 
 def log_sum_exps(case: Case) -> np.ndarray:

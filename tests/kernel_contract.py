@@ -108,6 +108,33 @@ class KernelContract:
         case = make_case(LENGTHS, head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype)
         assert_accurate(self.attention(case, max_seqlen=max_seqlen, fuse=fuse), case)
 
+    # Norms, heads of K and V that serve several of Q, or both.
+    @pytest.mark.parametrize(
+        ("max_seqlen", "fuse", "head_dim", "rotary_dim", "dtype", "heads", "group", "norms"),
+        [
+            (WINDOW, "qk", 80, None, "bfloat16", 4, 2, "qk"),
+            (WINDOW, "none", 16, 6, "float32", 2, 2, "k"),
+            (STREAM, "none", 72, None, "bfloat16", 3, 3, ""),
+            (STREAM, "none", 80, None, "float16", 2, 1, "qk"),
+            (STREAM, "q", 80, 70, "bfloat16", 2, 2, "qk"),
+            (STREAM, "qk", 80, None, "float32", 2, 1, "q"),
+        ],
+    )
+    def test_grouped_queries_and_norms(
+        self, max_seqlen, fuse, head_dim, rotary_dim, dtype, heads, group, norms
+    ):
+        case = make_case(
+            LENGTHS, head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype, heads=heads,
+            trailing=3, group=group, norms=norms,
+        )  # fmt: skip
+        case = case.with_rows(case.padding, np.nan)
+        result = self.attention(case, max_seqlen=max_seqlen, fuse=fuse)
+        assert_accurate(result, case)
+        if group == 1:
+            options = {"alike": True, "max_seqlen": max_seqlen, "fuse": fuse}
+            separate, packed = (self.attention(case, packed=p, **options) for p in (False, True))
+            assert_same_bits(separate, packed)
+
     @both_kernels
     @given(
         head_dim=st.integers(1, 32).map(lambda eighths: 8 * eighths),
@@ -116,13 +143,17 @@ class KernelContract:
         fuse=st.sampled_from(("auto", "qk", "q", "none")),
         heads=st.integers(1, 3),
         length=st.integers(1, WINDOW),
+        is_grouped=st.booleans(),
+        norms=st.sampled_from(("", "q", "k", "qk")),
     )
     @settings(max_examples=examples(5))
-    def test_any_shape(self, max_seqlen, head_dim, pairs, dtype, fuse, heads, length):
+    def test_any_shape(
+        self, max_seqlen, head_dim, pairs, dtype, fuse, heads, length, is_grouped, norms
+    ):
         rotary_dim = None if pairs is None else 2 * min(pairs, head_dim // 2)
         case = make_case(
             (length, 0, 7), head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype, heads=heads,
-            trailing=2,
+            trailing=2, group=heads if is_grouped else 1, norms=norms,
         )  # fmt: skip
         assert_accurate(self.attention(case, max_seqlen=max_seqlen, fuse=fuse), case)
 
@@ -215,15 +246,17 @@ class KernelContract:
         assert_accurate(self.attention(case, max_seqlen=None), case)
 
     @pytest.mark.parametrize(
-        ("max_seqlen", "dtype", "atol"),
+        ("max_seqlen", "dtype", "atol", "further"),
         [
-            *((max_seqlen, "float32", 1e-5) for max_seqlen in (0, 1, 9, 16, 40, 129)),
-            *((9, "float16", 4e-3), (9, "bfloat16", 3e-2)),
+            *((max_seqlen, "float32", 1e-5, {}) for max_seqlen in (0, 1, 9, 16, 40, 129)),
+            *((9, "float16", 4e-3, {}), (9, "bfloat16", 3e-2, {})),
+            (9, "float32", 1e-5, {"heads": 2, "group": 2, "norms": "qk"}),
         ],
     )
-    def test_rows_of_a_longer_segment_are_right_or_nan(self, max_seqlen, dtype, atol):
+    def test_rows_of_a_longer_segment_are_right_or_nan(self, max_seqlen, dtype, atol, further):
         lengths = (9, 150, 1, 16, 40, 130, 8)
-        case = make_case(lengths, head_dim=16, heads=1, dtype=dtype, leading=3, trailing=70)
+        shape = {"heads": 1, "dtype": dtype} | further
+        case = make_case(lengths, head_dim=16, leading=3, trailing=70, **shape)
         result = self.attention(case, max_seqlen=max_seqlen)
         expected = exact(case)
         assert (result[case.padding] == 0).all()

@@ -3,8 +3,8 @@
 An implementation's tests inherit GradientContract and an adapter of its framework, which has
 
 * `gradients(case, weights, packed=False, angles=True, **keywords)`: the gradients of sum(weights *
-  result) with respect to (qkv, cos, sin) or (q, k, v, cos, sin), as NumPy arrays; where no angles'
-  are asked for, to qkv or (q, k, v) alone, which other kernels may compute,
+  result) with respect to (qkv, cos, sin) or (q, k, v, cos, sin), then the norms that the case has,
+  as NumPy arrays; where no angles' are asked for, without those, which other kernels may compute,
 * `curvature(case, weights, direction, **keywords)`: the second derivative of sum(weights * result)
   along a direction (q, k, v, cos, sin), or (q, k, v), by differentiating twice in reverse.
 """
@@ -38,18 +38,31 @@ def weights_for(case):
 
 
 def moved(case, step, direction):
-    """The case some way along a direction (qkv, cos, sin), in fp64."""
-    start = (x.astype(np.float64) for x in case.packed[:3])
-    return Case(*(x + step * d for x, d in zip(start, direction, strict=True)), case.cu_seqlens)
+    """The case some way along a direction (qkv, cos, sin, and norms if it has both), in fp64."""
+    start = (x.astype(np.float64) for x in (*case.packed[:3], *case.norms.values()))
+    qkv, cos, sin, *norms = (x + step * d for x, d in zip(start, direction, strict=True))
+    return Case(qkv, cos, sin, case.cu_seqlens, case.group, *norms)
 
 
 def slope(case, weights, scale, direction):
-    """Derivative of sum(weights * exact) along a direction (qkv, cos, sin), by differences."""
+    """Derivative of sum(weights * exact) along a direction as of `moved`, by differences."""
 
     def value(step):
         return (weights * exact(moved(case, step, direction), scale)).sum()
 
     return (value(STEP) - value(-STEP)) / (2 * STEP)
+
+
+def packed_gradients(case, weights, exact=True):
+    """The oracle's in qkv."""
+    return in_qkv(case, *kernel_cases.gradients(case, weights, exact)[:3])
+
+
+def in_qkv(case, q, k, v):
+    """Gradients in q, k and v as one in qkv, of which heads that are in no group get none."""
+    qkv = np.zeros(case.qkv.shape, q.dtype)
+    qkv[:, 0], qkv[:, 1, :: case.group], qkv[:, 2, :: case.group] = q, k, v
+    return qkv
 
 
 class LongGradientContract:
@@ -84,17 +97,19 @@ class GradientContract:
     """Inherited by the tests of each implementation."""
 
     @both_kernels
-    @pytest.mark.parametrize("packed", [False, True])
-    def test_gradients_are_the_slopes_of_the_oracle(self, packed, max_seqlen):
+    @pytest.mark.parametrize(
+        ("packed", "further"),
+        [(False, {}), (True, {}), (False, {"group": 2, "norms": "qk"}), (True, {"norms": "qk"})],
+        ids=str,
+    )
+    def test_gradients_are_the_slopes_of_the_oracle(self, packed, further, max_seqlen):
         case = make_case(
-            (9, 0, 1, 14), head_dim=16, rotary_dim=12, dtype="float32", leading=2, trailing=3
-        )
+            (9, 0, 1, 14), head_dim=16, rotary_dim=12, dtype="float32", leading=2, trailing=3,
+            **further,
+        )  # fmt: skip
         weights = weights_for(case)
-        *qkv, cos, sin = self.gradients(
-            case, weights, packed=packed, max_seqlen=max_seqlen, scale=0.4
-        )
-        qkv = qkv[0] if packed else np.stack(qkv, axis=1)
-        gradients = (qkv, cos, sin)
+        found = self.gradients(case, weights, packed=packed, max_seqlen=max_seqlen, scale=0.4)
+        gradients = found if packed else (in_qkv(case, *found[:3]), *found[3:])
         rng = np.random.default_rng(8)
         for part, gradient in enumerate(gradients):
             for _ in range(3):
@@ -106,44 +121,52 @@ class GradientContract:
                 assert abs(found - expected) <= 1e-5 * size
 
     @pytest.mark.parametrize(
-        ("dtype", "head_dim", "rotary_dim", "lengths", "packed"),
+        ("dtype", "head_dim", "rotary_dim", "lengths", "packed", "further"),
         [
-            ("bfloat16", 80, None, (9, 0, 1, 64), True),
-            ("bfloat16", 72, 36, (33, 20), False),
-            ("bfloat16", 24, 22, (16, 0, 5), True),
-            ("bfloat16", 16, None, (100,), True),
-            ("bfloat16", 208, None, (24,), False),
-            ("float16", 64, 32, (30, 2), False),
-            ("float32", 80, None, (32, 7), False),
-            ("float32", 8, 6, (1, 12), True),
+            ("bfloat16", 80, None, (9, 0, 1, 64), True, {}),
+            ("bfloat16", 72, 36, (33, 20), False, {}),
+            ("bfloat16", 24, 22, (16, 0, 5), True, {}),
+            ("bfloat16", 16, None, (100,), True, {}),
+            ("bfloat16", 208, None, (24,), False, {}),
+            ("float16", 64, 32, (30, 2), False, {}),
+            ("float32", 80, None, (32, 7), False, {}),
+            ("float32", 8, 6, (1, 12), True, {}),
+            ("bfloat16", 16, None, (30, 5), True, {"norms": "k"}),
+            ("bfloat16", 80, 70, (30, 5), False, {"heads": 4, "group": 2, "norms": "qk"}),
+            ("float32", 16, None, (30, 5), False, {"heads": 3, "group": 3}),
             # Which no tile holds; some have shorter ones beside them.
-            ("bfloat16", 80, None, (150,), True),
-            ("bfloat16", 72, 36, (9, 130, 0, 5), False),
-            ("bfloat16", 208, None, (70,), True),
-            ("float16", 24, 22, (3, 140), False),
-            ("float32", 80, None, (33, 5), False),
-            ("float32", 8, 6, (12, 70, 1), True),
+            ("bfloat16", 80, None, (150,), True, {}),
+            ("bfloat16", 72, 36, (9, 130, 0, 5), False, {}),
+            ("bfloat16", 208, None, (70,), True, {}),
+            ("float16", 24, 22, (3, 140), False, {}),
+            ("float32", 80, None, (33, 5), False, {}),
+            ("float32", 8, 6, (12, 70, 1), True, {}),
+            ("bfloat16", 24, None, (3, 140), False, {"heads": 4, "group": 2}),
+            ("bfloat16", 16, None, (140, 3), False, {"heads": 2, "group": 2, "norms": "qk"}),
         ],
         ids=str,
     )
     def test_gradients_are_as_exact_as_those_of_separate_steps(
-        self, dtype, head_dim, rotary_dim, lengths, packed
+        self, dtype, head_dim, rotary_dim, lengths, packed, further
     ):
         """And padding, of more rows than a tile and than all segments, has none."""
         case = make_case(
-            lengths, head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype, leading=3, trailing=140
-        )
+            lengths, head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype, leading=3, trailing=140,
+            **further,
+        )  # fmt: skip
         # No gradient of padding counts, whatever it is.
         weights = weights_for(case)
         weights[case.padding] = np.nan
         found = self.gradients(case, weights, packed=packed, angles=False, max_seqlen=max(lengths))
-        found = found[0] if packed else np.stack(found, axis=1)
-        assert found.dtype == case.qkv.dtype
-        assert (found[case.padding] == 0).all()
-        right = kernel_cases.gradients(case, weights)
+        found = [*np.moveaxis(found[0], 1, 0), *found[1:]] if packed else found
+        assert all((x[case.padding] == 0).all() for x in found[:3])
+        right = [x for x in kernel_cases.gradients(case, weights) if x is not None]
         separate = kernel_cases.gradients(case, weights, exact=False)
-        for part in range(3):
-            error, limit = (relative_rms(x[:, part], right[:, part]) for x in (found, separate))
+        separate = [x for x in separate if x is not None]
+        for ours, theirs, expected in zip(found, separate, right, strict=True):
+            assert ours.dtype == case.qkv.dtype
+            assert ours.shape == expected.shape
+            error, limit = (relative_rms(x, expected) for x in (ours, theirs))
             assert error <= UNFUSED_FACTOR * limit
 
     @both_kernels
@@ -153,7 +176,7 @@ class GradientContract:
         case.qkv[:, 0] *= 300
         weights = weights_for(case)
         [found] = self.gradients(case, weights, packed=True, angles=False, max_seqlen=max_seqlen)
-        assert relative_rms(found, kernel_cases.gradients(case, weights)) < 1e-4
+        assert relative_rms(found, packed_gradients(case, weights)) < 1e-4
 
     @both_kernels
     def test_gradients_are_the_same_bits_every_time(self, max_seqlen):
@@ -166,23 +189,28 @@ class GradientContract:
             assert_same_bits(x, y)
 
     @pytest.mark.parametrize(
-        ("max_seqlen", "angles"),
-        [(WINDOW, True), (WINDOW, False), (STREAM, True), (STREAM, False)],
+        ("max_seqlen", "angles", "further"),
+        [
+            *((WINDOW, True, {}), (WINDOW, False, {}), (STREAM, True, {}), (STREAM, False, {})),
+            (WINDOW, False, {"group": 2, "norms": "qk"}),
+        ],
     )
-    def test_second_derivatives_are_the_curvature_of_the_oracle(self, max_seqlen, angles):
-        case = make_case((9, 1, 14), head_dim=16, rotary_dim=12, dtype="float32", trailing=3)
+    def test_second_derivatives_are_the_curvature_of_the_oracle(self, max_seqlen, angles, further):
+        """Norms stay where they are."""
+        case = make_case(
+            (9, 1, 14), head_dim=16, rotary_dim=12, dtype="float32", trailing=3, **further
+        )
         weights = weights_for(case)
         rng = np.random.default_rng(9)
         direction = [rng.standard_normal(x.shape).astype(np.float32) for x in case.packed[:3]]
         if not angles:
             direction[1:] = [np.zeros_like(x) for x in direction[1:]]
+        q, k, v = np.moveaxis(direction[0], 1, 0)
+        parts = q, k[:, :: case.group], v[:, :: case.group], *direction[1:]
         found = self.curvature(
-            case,
-            weights,
-            [*np.moveaxis(direction[0], 1, 0), *direction[1:]][: 5 if angles else 3],
-            max_seqlen=max_seqlen,
-            scale=0.4,
+            case, weights, parts[: 5 if angles else 3], max_seqlen=max_seqlen, scale=0.4
         )
+        direction += [np.zeros_like(x) for x in case.norms.values()]
         step = 1e-3
         before, behind = (
             slope(moved(case, sign * step, direction), weights, 0.4, direction) for sign in (-1, 1)
@@ -217,20 +245,25 @@ class GradientContract:
 
     # Above a window the stream kernel, whose rows are right nevertheless.
     @pytest.mark.parametrize(
-        ("bound", "angles"),
-        [(WINDOW + 1, True), (WINDOW + 1, False), (WINDOW, True), (WINDOW, False)],
+        ("bound", "angles", "norms"),
+        [
+            *((WINDOW + 1, True, ""), (WINDOW + 1, False, "")),
+            *((WINDOW, True, ""), (WINDOW, False, "")),
+            *((WINDOW, True, "qk"), (WINDOW, False, "qk")),
+        ],
     )
-    def test_gradients_of_a_longer_segment_are_right_or_nan(self, bound, angles):
-        case = make_case((9, 70, 16), head_dim=16, dtype="float32", trailing=4)
+    def test_gradients_of_a_longer_segment_are_right_or_nan(self, bound, angles, norms):
+        case = make_case((9, 70, 16), head_dim=16, dtype="float32", trailing=4, norms=norms)
         right, found = (
             self.gradients(case, weights_for(case), angles=angles, max_seqlen=longest)
             for longest in (70, bound)
         )
         for x, expected in zip(found, right, strict=True):
-            start, end = case.segments[1]
-            if np.isnan(x[start:end]).any():
-                assert np.isnan(x[start:end]).all()
-                x[start:end] = expected[start:end]
+            # Those in norms are of all tokens together.
+            rows = slice(None) if x.ndim == 1 else slice(*case.segments[1])
+            if np.isnan(x[rows]).any():
+                assert np.isnan(x[rows]).all()
+                x[rows] = expected[rows]
             np.testing.assert_allclose(x, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
     def test_gradients_have_the_dtypes_of_the_arguments(self):
@@ -303,6 +336,6 @@ class KernelGradientContract(GradientContract):
             weights = np.sign(weights_for(case)) * np.float16(factor)
             options = {"packed": True, "angles": False, "max_seqlen": max_seqlen}
             [found] = self.gradients(case, weights, **options)
-            right = kernel_cases.gradients(case, weights)
-            separate = kernel_cases.gradients(case, weights, exact=False)
+            right = packed_gradients(case, weights)
+            separate = packed_gradients(case, weights, exact=False)
             assert relative_rms(found, right) <= UNFUSED_FACTOR * relative_rms(separate, right)

@@ -229,7 +229,14 @@ class StressContract:
 class BatchInvarianceContract:
     """Inherited by the tests of each implementation that has kernels."""
 
-    @pytest.mark.parametrize(("dtype", "fuse"), [("bfloat16", "auto"), ("float32", "none")])
+    @pytest.mark.parametrize(
+        ("dtype", "fuse", "further"),
+        [
+            ("bfloat16", "auto", {}),
+            ("float32", "none", {}),
+            ("bfloat16", "auto", {"heads": 2, "group": 2, "norms": "qk"}),
+        ],
+    )
     @given(
         length=st.sampled_from(BY_LENGTH),
         before=st.sampled_from(BY_LENGTH),
@@ -241,12 +248,15 @@ class BatchInvarianceContract:
     # The usual kernels differ here in an interpreter too, as one tile would hold the segment alone.
     @example(length=BEYOND, before=33, behind=64, start=5, tokens=MANY[0], seed=0)
     @settings(max_examples=examples(60 if has_gpu() else 4))
-    def test_batch_invariance(self, length, before, behind, start, tokens, seed, dtype, fuse):
+    def test_batch_invariance(
+        self, length, before, behind, start, tokens, seed, dtype, fuse, further
+    ):
         """A segment's bits, whatever kernel and tiles its neighbours and their number ask for."""
-        shape = {"head_dim": 80 if has_gpu() else 16, "dtype": dtype, "heads": 1}
+        shape = {"head_dim": 80 if has_gpu() else 16, "dtype": dtype, "heads": 1} | further
         alone = cut((0, 0, 0, length), tokens=max(BY_LENGTH), **shape)
         bounds = start + np.cumsum([0, before, length, behind])
         among = cut(bounds, tokens=tokens, seed=seed + 1, **shape)
+        among = dataclasses.replace(among, q_norm=alone.q_norm, k_norm=alone.k_norm)
         among.qkv[:] *= 100
         for whole, part in zip(among.packed[:3], alone.packed[:3], strict=True):
             whole[bounds[1] : bounds[2]] = part[:length]

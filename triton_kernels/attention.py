@@ -5,10 +5,10 @@ import functools
 import torch
 import triton
 
-from triton_kernels.checks import MAX_TOKENS, check_arguments, surely
+from triton_kernels.checks import MAX_TOKENS, NORM_EPS, Norms, check_arguments, surely
 from triton_kernels.launching.backward import needs_lse
 from triton_kernels.launching.choose import auto_fuse, launch_source
-from triton_kernels.launching.fast_path import Place, goes_unseen, locate, plans
+from triton_kernels.launching.fast_path import Place, form_of, goes_unseen, locate, plans
 from triton_kernels.launching.plan import launch_plan, make_plan
 from triton_kernels.reference import check_may_wait, rope_attention_reference
 
@@ -30,13 +30,17 @@ def fused_rope_attention(
     fuse: str = "auto",
     implementation: str = "auto",
     batch_invariant: bool = False,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = NORM_EPS,
 ) -> torch.Tensor:
     """Attention within segments, with the rotary embedding of Q and K inside the kernel.
 
     Args:
         q, k, v: [tokens, heads, head_dim], bf16, fp16 or fp32, any strides with a contiguous last
             axis, that of tokens at most 2^23 elements; head_dim a multiple of 8 up to 256, and
-            heads x head_dim at most 2^23.
+            heads x head_dim at most 2^23. k and v may have fewer heads, which divide q's: each
+            serves as many neighbours among these (grouped queries).
         cos, sin: [tokens, rotary_dim / 2] fp32, the angles of each token, applied in the split-half
             (NeoX) form; of the same strides, contiguous in the last axis. Dims of a head behind
             rotary_dim pass unrotated.
@@ -60,6 +64,10 @@ def fused_rope_attention(
             and by which tiles, follows from all that is in a call, as it always does for gradients.
             Long segments cost a second launch and the warp-specialized kernel; `python -m compare
             invariance` measures it.
+        q_norm, k_norm: [head_dim], contiguous, in the dtype of q: weights of an RMSNorm of each
+            head of q, or of k, where it is rotated and before that, in fp32. In longer segments
+            than one tile holds, k with a norm is rotated in a pass of its own, whatever fuse says.
+        norm_eps: what is added to the mean square of a head, 0 to 1.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of q, contiguous; exactly 0 for padding.
@@ -73,13 +81,15 @@ def fused_rope_attention(
             max_seqlen=None and a backward pass through the reference do. (torch.compile leaves
             both out of its graphs.)
 
-    Differentiable in q, k, v, cos and sin in reverse mode, repeatedly. Kernels compute the
-    gradients in q, k and v. Where no tile holds a segment, see `window_limit`, the result and a
-    number for each of its rows are kept for them, or computed again if max_seqlen is None. If
-    those in cos or sin are asked for as well, and for further derivatives, the reference does.
+    Differentiable in q, k, v, cos, sin and norms in reverse mode, repeatedly. Kernels compute the
+    gradients in q, k, v and norms. Where no tile holds a segment, see `window_limit`, the result
+    and a number for each of its rows are kept for them, or computed again: with norms, and if
+    max_seqlen is None. If those in cos or sin are asked for as well, and for further derivatives,
+    the reference does.
     """
     options = max_seqlen, scale, fuse, implementation, batch_invariant
-    return _call((q, k, v, cos, sin, cu_seqlens), options)
+    norms = None if q_norm is None and k_norm is None else Norms(q_norm, k_norm, norm_eps)
+    return _call((q, k, v, cos, sin, cu_seqlens), options, norms)
 
 
 def fused_rope_attention_qkvpacked(
@@ -93,6 +103,9 @@ def fused_rope_attention_qkvpacked(
     fuse: str = "auto",
     implementation: str = "auto",
     batch_invariant: bool = False,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = NORM_EPS,
 ) -> torch.Tensor:
     """fused_rope_attention on qkv [tokens, 3, heads, head_dim], read in place.
 
@@ -100,15 +113,16 @@ def fused_rope_attention_qkvpacked(
     fused_rope_attention.
     """
     options = max_seqlen, scale, fuse, implementation, batch_invariant
-    return _call((qkv, cos, sin, cu_seqlens), options)
+    norms = None if q_norm is None and k_norm is None else Norms(q_norm, k_norm, norm_eps)
+    return _call((qkv, cos, sin, cu_seqlens), options, norms)
 
 
-def _call(tensors: tuple[torch.Tensor, ...], options: Options) -> torch.Tensor:
+def _call(tensors: tuple[torch.Tensor, ...], options: Options, norms: Norms | None) -> torch.Tensor:
     """What both functions do."""
-    if goes_unseen(tensors):
+    if goes_unseen(tensors if norms is None else (*tensors, *norms.given)):
         addresses, place = locate(tensors)
-        return attend(tensors, options, addresses, place)
-    check_arguments(tensors, *options)
+        return attend(tensors, options, addresses, place, norms)
+    check_arguments(tensors, *options, norms)
     max_seqlen, scale, fuse, implementation, batch_invariant = options
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
     name = "qkvpacked" if len(tensors) == 4 else "varlen"
@@ -116,10 +130,12 @@ def _call(tensors: tuple[torch.Tensor, ...], options: Options) -> torch.Tensor:
     waits = "_waiting" if max_seqlen is None or implementation == "reference" else ""
     operator = getattr(torch.ops.fused_rope_attention, name + waits)
     options = _bound(max_seqlen), scale, fuse, implementation, batch_invariant
-    if not waits and _keeps_lse(tensors, max_seqlen):
-        operator = getattr(torch.ops.fused_rope_attention, f"{name}_with_lse")
-        return operator.default(*tensors, *options)[0]
-    return operator.default(*tensors, *options)
+    if norms is None:
+        if not waits and _keeps_lse(tensors, max_seqlen):
+            operator = getattr(torch.ops.fused_rope_attention, f"{name}_with_lse")
+            return operator.default(*tensors, *options)[0]
+        return operator.default(*tensors, *options)
+    return operator.default(*tensors, *options, norms.q, norms.k, float(norms.eps))
 
 
 def _keeps_lse(tensors: tuple[torch.Tensor, ...], max_seqlen: int) -> bool:
@@ -142,6 +158,7 @@ def attend(
     options: Options,
     addresses: list[int],
     place: Place | None,
+    norms: Norms | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The computation behind the registered operators, and of calls that go around them.
@@ -150,6 +167,7 @@ def attend(
         tensors: (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
         options: max_seqlen, scale, fuse, implementation and batch_invariant, as they are passed.
         addresses, place: of the tensors, see `locate`.
+        norms: those of the heads, if there are any.
         lse: where the kernel puts the log-sum-exp of each row, see `launch_plan`.
     """
     keeps_lse = lse is not None
@@ -157,9 +175,13 @@ def attend(
     # Of others equal ones need not be as good: 64 is a bound, 64.0 is none.
     plain = type(max_seqlen) is int and (scale is None or type(scale) is float)
     plain = plain and type(fuse) is type(implementation) is str and type(batch_invariant) is bool
-    plan = plans.get((place, options, keeps_lse)) if plain else None
+    normed = ()
+    if norms is not None:
+        plain = plain and type(norms.eps) is float
+        normed = norms.q is None, norms.k is None, norms.eps, form_of(norms.given)
+    plan = plans.get((place, options, keeps_lse, *normed)) if plain else None
     if plan is None:  # no call like this one has been checked
-        check_arguments(tensors, *options)
+        check_arguments(tensors, *options, norms)
         *qkv, cos, sin, cu_seqlens = tensors
         q, k, v = qkv[0].unbind(1) if len(qkv) == 1 else qkv
         kernel = runs_kernel(q.device, implementation)
@@ -167,7 +189,7 @@ def attend(
             return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         if not kernel:
-            return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale)
+            return rope_attention_reference(q, k, v, cos, sin, cu_seqlens, scale, *(norms or ()))
         if max_seqlen is None:
             max_seqlen = longest_segment(cu_seqlens)
         max_seqlen = _bound(int(max_seqlen))  # Triton launches no numbers of NumPy's
@@ -176,16 +198,16 @@ def attend(
             tokens, heads, head_dim = q.shape
             fuse = auto_fuse(q.dtype, head_dim, 2 * cos.shape[1], max_seqlen, tokens, heads, source)
         # With calls that say it otherwise.
-        shared = place, (max_seqlen, scale, fuse, "kernel", batch_invariant), keeps_lse
+        shared = place, (max_seqlen, scale, fuse, "kernel", batch_invariant), keeps_lse, *normed
         plan = plans.get(shared)
         if plan is None:
             form, aligned, is_behind, *_ = place
-            means = max_seqlen, scale, fuse, batch_invariant, keeps_lse
+            means = max_seqlen, scale, fuse, batch_invariant, keeps_lse, norms
             plan = make_plan(form, aligned, is_behind, source, *means)
             plans[shared] = plan
         if plain:
-            plans[place, options, keeps_lse] = plan
-    return launch_plan(plan, tensors, addresses, lse=lse)
+            plans[place, options, keeps_lse, *normed] = plan
+    return launch_plan(plan, tensors, addresses, norms, lse=lse)
 
 
 def longest_segment(cu_seqlens: torch.Tensor) -> int:

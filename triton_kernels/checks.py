@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -25,6 +25,20 @@ MAX_SEGMENTS = 2**22
 MAX_PROGRAMS = 2**31 - 1
 # Of these neither the factor nor its products with logits leave fp32.
 SCALES = (2.0**-100, 2.0**100)
+NORM_EPS = 1e-6
+
+
+class Norms(NamedTuple):
+    """RMSNorm of each head of Q and of K: their weights [head_dim], None where there is none."""
+
+    q: torch.Tensor | None
+    k: torch.Tensor | None
+    eps: float
+
+    @property
+    def given(self) -> list[torch.Tensor]:
+        """The weights that there are."""
+        return [x for x in (self.q, self.k) if x is not None]
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int | None = None) -> None:
@@ -64,6 +78,7 @@ def check_arguments(
     fuse: str,
     implementation: str,
     batch_invariant: bool,
+    norms: Norms | None = None,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
 
@@ -86,8 +101,11 @@ def check_arguments(
     if not isinstance(batch_invariant, bool):
         raise ValueError(f"batch_invariant must be True or False, got {batch_invariant!r}")
     _check_tensors(*tensors)
+    weights = () if norms is None else norms[:2]
+    if norms is not None:
+        _check_norms(norms, tensors[0])
     # PyTorch drops the tangents of an operator that has no forward mode, in silence.
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, (*tensors, scale))):
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, (*tensors, *weights, scale))):
         raise NotImplementedError(
             "forward-mode differentiation is not supported, use reverse mode (backward, grad)"
         )
@@ -105,10 +123,14 @@ def _check_tensors(*tensors: torch.Tensor) -> None:
             raise TypeError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}")
         if x.ndim != (4 if packed else 3) or (packed and x.shape[1] != 3):
             raise ValueError(f"{name} must have shape {form}, got {tuple(x.shape)}")
-        if x.shape != first.shape or x.dtype != first.dtype:
+        if name == "k" and (x.dtype != first.dtype or not _serves(x.shape, first.shape)):
             raise ValueError(
-                f"{name} must have the shape and dtype of {names[0]}, {tuple(first.shape)} "
-                f"{first.dtype}, got {tuple(x.shape)} {x.dtype}"
+                f"k must have the dtype and shape of q, {_form(first)}, but for fewer heads that "
+                f"divide its own, got {_form(x)}"
+            )
+        if name == "v" and (x.shape != qkv[1].shape or x.dtype != first.dtype):
+            raise ValueError(
+                f"v must have the dtype and shape of k, {_form(qkv[1])}, got {_form(x)}"
             )
         if x.device != first.device:
             raise ValueError(f"{name} must be on {first.device} like {names[0]}, got {x.device}")
@@ -129,6 +151,42 @@ def _check_tensors(*tensors: torch.Tensor) -> None:
         raise ValueError(f"segments x heads must be at most {MAX_PROGRAMS}, got {programs}")
     if cu_seqlens.device != first.device:
         raise ValueError(f"cu_seqlens must be on {first.device}, got {cu_seqlens.device}")
+
+
+def _serves(k: torch.Size, q: torch.Size) -> bool:
+    """Whether K of a shape serves Q: each of its heads as many."""
+    *others, heads, head_dim = k
+    return [*others, head_dim] == [*q[:-2], q[-1]] and (
+        heads == q[-2] or (heads > 0 and q[-2] % heads == 0)
+    )
+
+
+def _form(x: torch.Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)}"
+
+
+def _check_norms(norms: Norms, first: torch.Tensor) -> None:
+    try:
+        is_eps = bool(0 <= norms.eps <= 1)
+    except (TypeError, ValueError, RuntimeError):
+        is_eps = False
+    if not is_eps:
+        raise ValueError(f"norm_eps must be from 0 to 1, got {norms.eps!r}")
+    head_dim = first.shape[-1]
+    for name, x in (("q_norm", norms.q), ("k_norm", norms.k)):
+        if x is None:
+            continue
+        _check_tensor(name, x)
+        if x.dtype != first.dtype or x.shape != (head_dim,):
+            raise ValueError(
+                f"{name} must be [{head_dim}] {first.dtype}, as the heads are, or None, "
+                f"got {tuple(x.shape)} {x.dtype}"
+            )
+        if x.device != first.device or not x.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous and on {first.device}, got strides {x.stride()} and "
+                f"{x.device}"
+            )
 
 
 def _has_tangent(x: Any) -> bool:

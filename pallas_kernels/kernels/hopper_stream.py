@@ -68,7 +68,9 @@ def hopper_stream_kernel(
     # where the interpreter has probabilities
     p_tiles: Ref | None,
     *,
-    parts: tuple[int, int, int], scale_log2: float, max_seqlen: int, heads: int, head_dim: int,
+    parts: tuple[int, int, int], scale_log2: float, max_seqlen: int, head_dim: int,
+    # of Q, and of K and V
+    heads: int, k_heads: int,
     # whether one warp of the loading group does the work of its four
     by_one_warp: bool,
 ) -> None:  # fmt: skip
@@ -86,10 +88,11 @@ def hopper_stream_kernel(
     )  # fmt: skip
 
     q_part, k_part, v_part = parts
-    row = rotated_row(heads, head_dim)
-    q_columns = rotated_columns(q_tiles, q_part * row, head, heads)
-    k_columns = rotated_columns(k_tiles, k_part * row, head, heads)
-    v_column, v_shift = (v_part * heads + head) * head_dim, None
+    k_head = head if k_heads == heads else lax.div(head, heads // k_heads)
+    q_row, k_row = rotated_row(heads, head_dim), rotated_row(k_heads, head_dim)
+    q_columns = rotated_columns(q_tiles, q_part * q_row, head, heads)
+    k_columns = rotated_columns(k_tiles, k_part * k_row, k_head, k_heads)
+    v_column, v_shift = (v_part * k_heads + k_head) * head_dim, None
     if head_dim % COLUMN_UNIT > 0:
         v_shift = lax.rem(v_column, COLUMN_UNIT)
         v_column = lax.div(v_column, COLUMN_UNIT) * COLUMN_UNIT

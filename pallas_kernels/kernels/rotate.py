@@ -1,5 +1,7 @@
 """Rotation as a pass of its own, for the strategies that want Q or K rotated beforehand.
 
+A norm of the heads, if there is one, goes before it.
+
 Bound by memory alone: one read and one write of x, the angles read once for all heads of a token.
 """
 
@@ -9,12 +11,15 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.kernels.tiles import (
     Head,
+    Norm,
     Ref,
     Rotated,
     Rows,
     Scalar,
     load_angles,
+    load_inverse_rms,
     load_pairs,
+    normalized,
     rotary_tile,
     store_rotated,
 )
@@ -22,8 +27,8 @@ from pallas_kernels.kernels.tiles import (
 
 def rotate_kernel(
     # x is [tokens, parts, heads, head_dim], out [rows, parts that are rotated, row]; rows past the
-    # tokens are left
-    x_ref: Ref, cos_ref: Ref, sin_ref: Ref, out_ref: Ref,
+    # tokens are left; of each of these parts the weights of its norm, [head_dim], if there is one
+    x_ref: Ref, cos_ref: Ref, sin_ref: Ref, norm_refs: tuple[Ref, ...], out_ref: Ref,
     *,
     # the first part of x that is rotated; as many are as out has
     first_part: int,
@@ -31,6 +36,8 @@ def rotate_kernel(
     main: int, tail: int,
     # rows of a tile, heads of a program
     block: int, group: int,
+    # what is added to mean squares
+    norm_eps: float,
 ) -> None:  # fmt: skip
     """Rotate into the paired order, and the places, that load_rotary reads from.
 
@@ -43,6 +50,7 @@ def rotate_kernel(
     part = pl.program_id(0) // groups % parts
     first_head = (pl.program_id(0) % groups) * group
     rows = Rows(first, block, jnp.arange(block, dtype=jnp.int32) < tokens - first)
+    norm = Norm(norm_refs, part, norm_eps) if norm_refs else None
 
     def rotate_columns(first_column: int, width: int) -> None:
         cos, sin = load_angles(cos_ref, sin_ref, rows, first_column, width, rotary_dim)
@@ -50,7 +58,9 @@ def rotate_kernel(
         def rotate_head(i: Scalar, _: None) -> None:
             x = Head(x_ref, first_part + part, first_head + i)
             pairs = load_pairs(x, rows, first_column, width, head_dim, rotary_dim)
-            y = rotary_tile(pairs, cos, sin, True)
+            inverse = load_inverse_rms(x, rows, norm, main, tail, head_dim, rotary_dim)
+            pairs = normalized(pairs, inverse, norm, first_column, width, head_dim, rotary_dim)
+            y = rotary_tile(pairs, cos, sin, True, out_ref.dtype)
             out = Rotated(out_ref, part, first_head + i, heads)
             store_rotated(out, rows, y, first_column, width)
 

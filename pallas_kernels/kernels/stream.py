@@ -15,13 +15,16 @@ from jax.experimental import pallas as pl
 from pallas_kernels.kernels.softmax import Sums, reference_fits, visit_segment
 from pallas_kernels.kernels.tiles import (
     Head,
+    Norm,
     Ref,
     Rows,
     Scalar,
     barrier,
     load_angles,
     load_columns,
+    load_inverse_rms,
     load_rotary,
+    normalized,
     rotary_head,
     rotary_tile,
     sector_shift,
@@ -33,9 +36,11 @@ from pallas_kernels.kernels.tiles import (
 
 def stream_kernel(
     # q, k and v are [tokens, parts, heads, head_dim], those rotated before [tokens, parts, row];
-    # the result is [tokens, 1, heads, head_dim]
+    # the result is [tokens, 1, heads, head_dim]; the weights of Q's norm are [head_dim], None where
+    # it is not normalised here, as K never is
     q_ref: Ref, k_ref: Ref, v_ref: Ref,
-    cos_ref: Ref, sin_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
+    cos_ref: Ref, sin_ref: Ref, cu_seqlens_ref: Ref,
+    q_norm_ref: Ref | None, k_norm_ref: None, out_ref: Ref,
     # log-sum-exp of each row [heads, tokens], in powers of two; None: not wanted
     lse_ref: Ref | None = None,
     *,
@@ -53,6 +58,8 @@ def stream_kernel(
     block: int, block_k: int,
     # tokens of the shortest segment that is served here; shorter ones are another launch's
     shortest: int,
+    # what is added to mean squares
+    norm_eps: float,
     # by Pallas' interpreter
     interpreted: bool,
 ) -> None:  # fmt: skip
@@ -67,20 +74,26 @@ def stream_kernel(
     dtype = out_ref.dtype
     token = block_start + jnp.arange(block, dtype=jnp.int32)
     q_part, k_part, v_part = parts
+    k_heads = v_ref.shape[2]
+    served_by = head if k_heads == heads else head // (heads // k_heads)
     q_head = rotary_head(q_ref, q_part, head, heads, rotate_q)
-    k_head = rotary_head(k_ref, k_part, head, heads, rotate_k)
-    v_head = Head(v_ref, v_part, head)
+    k_head = rotary_head(k_ref, k_part, served_by, k_heads, rotate_k)
+    v_head = Head(v_ref, v_part, served_by)
     out_head = Head(out_ref, 0, head)
+    norm = None if q_norm_ref is None else Norm((q_norm_ref,), 0, norm_eps)
 
     rows = Rows(block_start, block, token < block_end)
     cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
     q = load_rotary(q_head, rows, 0, main, rotary_dim, rotate_q)
-    q = rotary_tile(q, cos, sin, rotate_q)  # [block, main]
+    inverse = load_inverse_rms(q_head, rows, norm, main, tail, head_dim, rotary_dim)
+    q = normalized(q, inverse, norm, 0, main, head_dim, rotary_dim)
+    q = rotary_tile(q, cos, sin, rotate_q, dtype)  # [block, main]
     q_tail = None
     if tail > 0:
         cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
         q_tail = load_rotary(q_head, rows, main, tail, rotary_dim, rotate_q)
-        q_tail = rotary_tile(q_tail, cos, sin, rotate_q)  # [block, tail]
+        q_tail = normalized(q_tail, inverse, norm, main, tail, head_dim, rotary_dim)
+        q_tail = rotary_tile(q_tail, cos, sin, rotate_q, dtype)  # [block, tail]
     if rotate_q and block >= 64:
         # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared
         # memory but what was computed from registers, and then wait for each other. So the rotated

@@ -47,6 +47,16 @@ class Rotated(NamedTuple):
     heads: int
 
 
+class Norm(NamedTuple):
+    """RMSNorm of heads: the weights, a [head_dim] ref, or two, of a part each; which part; and what
+    is added to a head's mean square.
+    """
+
+    weights: tuple[Ref, ...]
+    part: Scalar
+    eps: float
+
+
 class Rows(NamedTuple):
     """The rows of a tile.
 
@@ -246,6 +256,58 @@ def rotate_pairs(x: Pair, cos: jax.Array, sin: jax.Array) -> Pair:
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
 
 
+def inverse_rms(
+    x: Pair | jax.Array, tail: Pair | jax.Array | None, norm: Norm | None, head_dim: int
+) -> jax.Array | None:
+    """1 / RMS [rows, 1] of a head's rows, of the halves of its main and its tail tile (or None).
+
+    None where there is no norm.
+    """
+    if norm is None:
+        return None
+    squares = sum_of_squares(x)
+    if tail is not None:
+        squares += sum_of_squares(tail)
+    return jax.lax.rsqrt(squares / head_dim + norm.eps)[:, None]
+
+
+def sum_of_squares(x: Pair) -> jax.Array:
+    x1, x2 = x[0].astype(jnp.float32), x[1].astype(jnp.float32)
+    return jnp.sum(x1 * x1 + x2 * x2, axis=1)
+
+
+def load_inverse_rms(x: Head, rows: Rows, norm: Norm | None, main: int, tail: int, head_dim: int,
+                     rotary_dim: int) -> jax.Array | None:  # fmt: skip
+    """inverse_rms of a head whose tiles are loaded one by one: again, from the cache."""
+    if norm is None:
+        return None
+    pairs = load_pairs(x, rows, 0, main, head_dim, rotary_dim)
+    tail_pairs = load_pairs(x, rows, main, tail, head_dim, rotary_dim) if tail > 0 else None
+    return inverse_rms(pairs, tail_pairs, norm, head_dim)
+
+
+def normalized(x: Pair | jax.Array, inverse: jax.Array | None, norm: Norm | None,
+               first: int, width: int, head_dim: int,
+               rotary_dim: int) -> Pair | jax.Array:  # fmt: skip
+    """The halves of columns first .. first + width by the inverse RMS and weights, in fp32; as they
+    are where there is none.
+    """
+    if norm is None:
+        return x
+    *columns, mask = pair_columns(first // 2, width // 2, head_dim, rotary_dim)
+
+    def weight(column: pl.Slice | jax.Array) -> jax.Array:
+        loaded, *second = (_load(ref.at[column], mask, 0.0) for ref in norm.weights)
+        if second:
+            loaded = jnp.where(norm.part == 0, loaded, *second)
+        return loaded.astype(jnp.float32)
+
+    return tuple(
+        half.astype(jnp.float32) * inverse * weight(column)
+        for half, column in zip(x, columns, strict=True)
+    )
+
+
 def interleave(y1: jax.Array, y2: jax.Array) -> jax.Array:
     """[rows, n] twice -> [rows, 2 n], columns in pairs."""
     return jnp.stack([y1, y2], axis=-1).reshape(y1.shape[0], 2 * y1.shape[1])
@@ -276,12 +338,13 @@ def load_rotary(x: Head | Rotated, rows: Rows, first: int, width: int,
     return _load(_window(x, rows, columns), tile_mask(rows, None), 0.0)
 
 
-def rotary_tile(x: Pair | jax.Array, cos: jax.Array, sin: jax.Array, rotate: bool) -> jax.Array:
-    """A tile of Q or K in paired order, rotated."""
+def rotary_tile(x: Pair | jax.Array, cos: jax.Array, sin: jax.Array, rotate: bool,
+                dtype: DTypeLike | None = None) -> jax.Array:  # fmt: skip
+    """A tile of Q or K in paired order, rotated; of a dtype, or of that of its halves."""
     if rotate:
         y1, y2 = rotate_pairs(x, cos, sin)
         # Rounded last: of joined tiles Triton 3.6 makes no product where rotary_dim / 2 is odd.
-        return interleave(y1, y2).astype(x[0].dtype)
+        return interleave(y1, y2).astype(dtype or x[0].dtype)
     return x
 
 

@@ -9,15 +9,18 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.kernels.tiles import (
     Head,
+    Norm,
     Ref,
     Rows,
     Scalar,
     barrier,
     dot,
     exp2,
+    inverse_rms,
     load_angles,
     load_columns,
     load_rotary,
+    normalized,
     padding_bounds,
     rotary_head,
     rotary_tile,
@@ -29,9 +32,11 @@ from pallas_kernels.kernels.tiles import (
 
 def window_kernel(
     # q, k and v are [tokens, parts, heads, head_dim], those rotated before [tokens, parts, row];
-    # the result is [tokens, 1, heads, head_dim]
+    # the result is [tokens, 1, heads, head_dim]; the norms' weights are [head_dim], None where what
+    # they are of is not normalised here
     q_ref: Ref, k_ref: Ref, v_ref: Ref,
-    cos_ref: Ref, sin_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
+    cos_ref: Ref, sin_ref: Ref, cu_seqlens_ref: Ref,
+    q_norm_ref: Ref | None, k_norm_ref: Ref | None, out_ref: Ref,
     # log-sum-exp of each row [heads, tokens], in powers of two; None: not wanted
     lse_ref: Ref | None = None,
     *,
@@ -47,6 +52,8 @@ def window_kernel(
     block: int,
     # longer segments and padding are another launch's
     shared: bool,
+    # what is added to mean squares
+    norm_eps: float,
     # by Pallas' interpreter
     interpreted: bool,
 ) -> None:  # fmt: skip
@@ -58,10 +65,15 @@ def window_kernel(
     head = pl.program_id(0) % heads
     dtype = out_ref.dtype
     q_part, k_part, v_part = parts
+    k_heads = v_ref.shape[2]
+    served_by = head if k_heads == heads else head // (heads // k_heads)
     q_head = rotary_head(q_ref, q_part, head, heads, rotate_q)
-    k_head = rotary_head(k_ref, k_part, head, heads, rotate_k)
-    v_head = Head(v_ref, v_part, head)
+    k_head = rotary_head(k_ref, k_part, served_by, k_heads, rotate_k)
+    v_head = Head(v_ref, v_part, served_by)
     out_head = Head(out_ref, 0, head)
+    q_norm, k_norm = (
+        None if ref is None else Norm((ref,), 0, norm_eps) for ref in (q_norm_ref, k_norm_ref)
+    )
 
     start, end = segment_bounds(cu_seqlens_ref, segment, tokens)
     length = end - start
@@ -94,11 +106,17 @@ def window_kernel(
     # Q and K are rotated outside the branch that multiplies them. Within one block of code the
     # compiler moves the layout of the product's operand up to the loads and converts q, cos and
     # sin through shared memory one by one: 130 registers a thread in place of 86.
-    q = rotary_tile(q, cos, sin, rotate_q)  # [block, main]
-    k = rotary_tile(k, cos, sin, rotate_k)  # [block, main]
+    q_inverse = inverse_rms(q, q_tail if tail > 0 else None, q_norm, head_dim)
+    k_inverse = inverse_rms(k, k_tail if tail > 0 else None, k_norm, head_dim)
+    q = normalized(q, q_inverse, q_norm, 0, main, head_dim, rotary_dim)
+    q = rotary_tile(q, cos, sin, rotate_q, dtype)  # [block, main]
+    k = normalized(k, k_inverse, k_norm, 0, main, head_dim, rotary_dim)
+    k = rotary_tile(k, cos, sin, rotate_k, dtype)  # [block, main]
     if tail > 0:
-        q_tail = rotary_tile(q_tail, cos_tail, sin_tail, rotate_q)  # [block, tail]
-        k_tail = rotary_tile(k_tail, cos_tail, sin_tail, rotate_k)  # [block, tail]
+        q_tail = normalized(q_tail, q_inverse, q_norm, main, tail, head_dim, rotary_dim)
+        k_tail = normalized(k_tail, k_inverse, k_norm, main, tail, head_dim, rotary_dim)
+        q_tail = rotary_tile(q_tail, cos_tail, sin_tail, rotate_q, dtype)  # [block, tail]
+        k_tail = rotary_tile(k_tail, cos_tail, sin_tail, rotate_k, dtype)  # [block, tail]
 
     @pl.when((length > 0) & (length <= block))
     def _attend() -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_kernels.checks import NO_NORMS, NORM_EPS
 from pallas_kernels.kernels.stream import hoists
 from pallas_kernels.kernels.stream_backward import (
     stream_backward_kv_kernel,
@@ -89,13 +90,13 @@ def _stream_gradients(
     tokens, _, heads, head_dim = v.shape
     packed = len(qkv) == 1
     rotated = functools.partial(
-        rotate_by_kernel, cos=cos, sin=sin, rows=tokens, interpret=interpret
+        rotate_by_kernel, cos=cos, sin=sin, rows=tokens, norm_eps=NORM_EPS, interpret=interpret
     )
     if packed:
-        q = k = rotated(q, q_part, 2)
+        q = k = rotated(q, q_part, 2, norms=NO_NORMS)
         parts = 0, 1, v_part
     else:
-        q, k = rotated(q, q_part, 1), rotated(k, k_part, 1)
+        q, k = rotated(q, q_part, 1, norms=(None,)), rotated(k, k_part, 1, norms=(None,))
         parts = 0, 0, v_part
     main, tail = head_split(head_dim)
     options = {

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ def run(
     dtype: DTypeLike,
     launch: Launch,
     interpret: bool,
-    operands: tuple[jax.Array, ...],
+    operands: tuple[Any, ...],
 ) -> jax.Array:
     """`run_all` of a kernel that has one result."""
     [written] = run_all(kernel, programs, [(shape, dtype)], launch, interpret, operands)
@@ -34,7 +35,7 @@ def run_all(
     results: Sequence[tuple[tuple[int, ...], DTypeLike]],
     launch: Launch,
     interpret: bool,
-    operands: tuple[jax.Array, ...],
+    operands: tuple[Any, ...],
     disable_licm: bool = False,
     written: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:
@@ -46,20 +47,22 @@ def run_all(
         results: shape and dtype of each.
         launch: warps, stages, registers; block sizes are the kernel's to know.
         interpret: in Pallas' interpreter.
-        operands: arrays.
+        operands: arrays, and pytrees of them.
         disable_licm: see `TritonParams`.
         written: what is written to, of the last results, where the kernel does not write all of
             them.
     """
     read, count = len(operands), len(written)
-    aliases = {read + i: len(results) - count + i for i in range(count)}
+    first = len(jax.tree.leaves(operands))
+    aliases = {first + i: len(results) - count + i for i in range(count)}
     operands = (*operands, *written)
 
     def body(*refs: jax.Array) -> None:
         kernel(*refs[:read], *refs[read + count :])  # what is left out is the memory of the last
 
     # Under shard_map the results vary over the mesh axes that any operand varies over.
-    manual_axis_type = jax.sharding.ManualAxisType(varying=varying_axes(*operands))
+    varying = varying_axes(*jax.tree.leaves(operands))
+    manual_axis_type = jax.sharding.ManualAxisType(varying=varying)
     struct = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=manual_axis_type)
     call = pl.pallas_call(
         body if written else kernel,
@@ -79,6 +82,7 @@ def run_hopper_stream(
     k: jax.Array,
     v: jax.Array,
     cu_seqlens: jax.Array,
+    heads: int,
     parts: tuple[int, int, int],
     scale_log2: float,
     max_seqlen: int,
@@ -91,6 +95,7 @@ def run_hopper_stream(
             the last token hold; may be the same.
         v: [tokens, parts, heads, head_dim], bf16 or fp16; copied where tokens are not by eights.
         cu_seqlens: [segments + 1] int32.
+        heads: of q.
         parts: which of them q, k and v are.
         scale_log2: scale times log2(e).
         max_seqlen: what most segments' length is guessed to be.
@@ -106,7 +111,7 @@ def run_hopper_stream(
     from pallas_kernels.kernels.hopper_stream import hopper_stream_kernel
     from pallas_kernels.kernels.hopper_tiles import GROUPS, KEYS, ROWS, STAGES
 
-    tokens, _, heads, head_dim = v.shape
+    tokens, _, k_heads, head_dim = v.shape
     rows = rows_of(tokens)
     if rows > tokens:
         q_part, k_part, v_part = parts
@@ -121,7 +126,8 @@ def run_hopper_stream(
     shared = functools.partial(mosaic.SMEM, dtype=v.dtype)
     kernel = functools.partial(
         hopper_stream_kernel,
-        parts=parts, scale_log2=scale_log2, max_seqlen=max_seqlen, heads=heads, head_dim=head_dim,
+        parts=parts, scale_log2=scale_log2, max_seqlen=max_seqlen, heads=heads, k_heads=k_heads,
+        head_dim=head_dim,
         # Under shard_map, JAX maps no warps over arrays that vary over axes of a mesh.
         by_one_warp=not varying_axes(q, k, v, cu_seqlens),
     )  # fmt: skip

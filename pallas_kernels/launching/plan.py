@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.checks import Norms
 from pallas_kernels.kernels.dialect import HAVE_TRITON
 from pallas_kernels.kernels.rotate import rotate_kernel
 from pallas_kernels.kernels.softmax import is_online
@@ -22,9 +23,11 @@ from pallas_kernels.launching.choose import (
     is_warp_specialized,
     rotated_row,
     rows_of,
+    tiles_fit,
     window_limit,
 )
 from pallas_kernels.launching.launch import run, run_all, run_hopper_stream
+from pallas_kernels.reference import normalize_reference
 
 LOG2_E = 1.4426950408889634
 
@@ -57,8 +60,8 @@ def attend(
     the others, go to a kernel each, by launches that no size decides.
 
     Args:
-        arrays: qkv as `operands` takes it, cos, sin and cu_seqlens.
-        max_seqlen, scale, batch_invariant: as in fused_rope_attention.
+        arrays: qkv as `operands` takes it, norms, cos, sin and cu_seqlens.
+        max_seqlen, scale, batch_invariant, norm_eps: as in fused_rope_attention.
         fuse: "qk", "q" or "none"; or "auto", if it is batch-invariant.
         interpret: in Pallas' interpreter.
         keeps_lse: whether log-sum-exps are written, for a backward pass.
@@ -81,6 +84,7 @@ def attend(
 
 def _attend(
     qkv: tuple[jax.Array, ...],
+    norms: Norms,
     cos: jax.Array,
     sin: jax.Array,
     cu_seqlens: jax.Array,
@@ -89,6 +93,7 @@ def _attend(
     scale: float,
     fuse: str,
     interpret: bool,
+    norm_eps: float,
     keeps_lse: bool = False,
     written: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, ...]:
@@ -97,65 +102,86 @@ def _attend(
     written: what is written to, where the kernel does not write all of it.
     """
     (q, k, v), (q_part, k_part, v_part) = operands(qkv)
-    tokens, _, heads, head_dim = v.shape
+    tokens, _, heads, head_dim = q.shape
+    k_heads = k.shape[2]
+    if (
+        fuse == "qk"
+        and norms[1] is not None
+        and serving.max_seqlen > window_limit(v.dtype, head_dim)
+    ):
+        fuse = "q"  # the stream kernel would normalise every key for every block of queries
     shape = v.dtype, head_dim, serving.max_seqlen, tokens, heads
     # Of batch-invariant calls none is, as that is for calls that fill a GPU.
     may_be = fuse == "none" and not interpret and serving.rows is None and not keeps_lse
     warp_specialized = may_be and is_warp_specialized(*shape)
+    # Each tile of V is of one of its heads.
+    warp_specialized = warp_specialized and (
+        k_heads == heads or tiles_fit(tokens, k_heads, head_dim)
+    )
     rows = rows_of(tokens) if warp_specialized else tokens
     rotate = (
         functools.partial(rotate_by_kernel, interpret=interpret, looked_up=serving.rows)
         if HAVE_TRITON
         else rotate_by_xla
     )
-    rotated = functools.partial(rotate, cos=cos, sin=sin, rows=rows)
-    if fuse == "none" and len(qkv) == 1:
-        q = k = rotated(q, q_part, 2)
-        q_part, k_part = 0, 1
+    rotated = functools.partial(rotate, cos=cos, sin=sin, rows=rows, norm_eps=norm_eps)
+    q_norm, k_norm = norms
+    if fuse == "none" and len(qkv) == 1 and (q_norm is None) == (k_norm is None):
+        q = k = rotated(q, q_part, 2, norms=norms)
+        q_part, k_part, q_norm, k_norm = 0, 1, None, None
     else:
         if fuse == "none":
-            q, q_part = rotated(q, q_part, 1), 0
+            q, q_part, q_norm = rotated(q, q_part, 1, norms=(q_norm,)), 0, None
         if fuse != "qk":
-            k, k_part = rotated(k, k_part, 1), 0
+            k, k_part, k_norm = rotated(k, k_part, 1, norms=(k_norm,)), 0, None
     parts, scale_log2 = (q_part, k_part, v_part), scale * LOG2_E
     if warp_specialized:
         guess = min(serving.max_seqlen, tokens)
-        return (run_hopper_stream(q, k, v, cu_seqlens, parts, scale_log2, guess),)
-    read = q, k, v, cos, sin, cu_seqlens
-    return _attention(read, parts, scale_log2, serving, fuse, interpret, keeps_lse, written)
+        return (run_hopper_stream(q, k, v, cu_seqlens, heads, parts, scale_log2, guess),)
+    read = q, k, v, cos, sin, cu_seqlens, q_norm, k_norm
+    how = scale_log2, serving, fuse, norm_eps, interpret, keeps_lse, written
+    return _attention(read, heads, parts, *how)
 
 
 def rotate_by_kernel(
     x: jax.Array, first_part: int, parts: int,
-    cos: jax.Array, sin: jax.Array, rows: int, interpret: bool, looked_up: int | None = None,
+    cos: jax.Array, sin: jax.Array, rows: int, norms: tuple[jax.Array | None, ...], norm_eps: float,
+    interpret: bool, looked_up: int | None = None,
 ) -> jax.Array:  # fmt: skip
     """So many parts of x rotated, [rows, parts, row] as the attention kernels read them.
 
-    looked_up: tokens x heads that the launch is looked up by; None: those of x.
+    norms: of each part, all or none. looked_up: tokens x heads that the launch is looked up by;
+    None: those of x.
     """
     tokens, _, heads, head_dim = x.shape
     launch = find_launch("rotate", x.dtype, head_dim, 1, looked_up or tokens * heads)
     main, tail = head_split(head_dim)
     blocks = {"block": launch.block, "group": launch.block_k}
+    blocks |= {"norm_eps": norm_eps}
     kernel = functools.partial(rotate_kernel, first_part=first_part, main=main, tail=tail, **blocks)
+    weights = tuple(weight for weight in norms if weight is not None)
     programs = pl.cdiv(tokens, launch.block) * parts * pl.cdiv(heads, launch.block_k)
     shape = (rows, parts, rotated_row(heads, head_dim))
-    return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin))
+    return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin, weights))
 
 
 def rotate_by_xla(
-    x: jax.Array, first_part: int, parts: int, cos: jax.Array, sin: jax.Array, rows: int
-) -> jax.Array:
+    x: jax.Array, first_part: int, parts: int,
+    cos: jax.Array, sin: jax.Array, rows: int, norms: tuple[jax.Array | None, ...], norm_eps: float,
+) -> jax.Array:  # fmt: skip
     """What `rotate_by_kernel` returns, where there is no Triton to write its kernel for."""
-    tokens, _, heads, head_dim = x.shape
+    (tokens, _, heads, head_dim), dtype = x.shape, x.dtype
     half, rest = cos.shape[1], head_dim // 2 - cos.shape[1]
     x = x[:, first_part : first_part + parts]
+    if norms[0] is not None:
+        of_parts = zip(x.swapaxes(0, 1), norms, strict=True)
+        x = jnp.stack([normalize_reference(*part, norm_eps) for part in of_parts], axis=1)
     first, second, *passed = jnp.split(x, (half, 2 * half, 2 * half + rest), axis=-1)
     pair = jnp.concatenate([first, passed[0]], -1), jnp.concatenate([second, passed[1]], -1)
     angles = ((0, 0), (0, rest))  # dims that pass unrotated have angles of 0
     cos = jnp.pad(cos, angles, constant_values=1)[:, None, None]
     sin = jnp.pad(sin, angles)[:, None, None]
-    columns = jnp.stack(rotate_pairs(pair, cos, sin), axis=-1).reshape(x.shape).astype(x.dtype)
+    columns = jnp.stack(rotate_pairs(pair, cos, sin), axis=-1).reshape(x.shape).astype(dtype)
     main, tail = head_split(head_dim)
     columns = jnp.pad(columns, ((0, 0), (0, 0), (0, 0), (0, main + tail - head_dim)))
     tiles = [tile.reshape(tokens, parts, -1) for tile in jnp.split(columns, (main,), axis=-1)]
@@ -165,21 +191,24 @@ def rotate_by_xla(
 
 
 def _attention(
-    read: tuple[jax.Array, ...],
+    read: tuple[jax.Array | None, ...],
+    heads: int,
     parts: tuple[int, int, int],
     scale_log2: float,
     serving: Serving,
     fuse: str,
+    norm_eps: float,
     interpret: bool,
     keeps_lse: bool,
     written: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Attention that reads (q, k, v, cos, sin, cu_seqlens), of the first three one part each.
+    """Attention that reads (q, k, v, cos, sin, cu_seqlens), of the first three one part each, and
+    the norms of what is rotated here; q is of so many heads.
 
     fuse: "qk", or what is rotated already, K ("q") or both. written: as in `_attend`.
     """
-    _, _, v, _, _, cu_seqlens = read
-    tokens, _, heads, head_dim = v.shape
+    _, _, v, _, _, cu_seqlens, _, _ = read
+    tokens, _, _, head_dim = v.shape
     segments = cu_seqlens.shape[0] - 1
     max_seqlen, looked_up, shortest, shared = serving
     shape = v.dtype, head_dim, max_seqlen, looked_up or tokens * heads
@@ -194,7 +223,8 @@ def _attention(
     main, tail = head_split(head_dim)
     kernel = functools.partial(
         kernel, parts=parts, scale_log2=scale_log2, main=main, tail=tail, block=launch.block,
-        rotate_q=fuse != "none", rotate_k=fuse == "qk", interpreted=interpret, **blocks,
+        rotate_q=fuse != "none", rotate_k=fuse == "qk", norm_eps=norm_eps, interpreted=interpret,
+        **blocks,
     )  # fmt: skip
     results = [((tokens, 1, heads, head_dim), v.dtype)]
     if keeps_lse:

@@ -50,6 +50,9 @@ _PADDLE = _SIGLIP | {"image_size": 84}
 _MUSE = _KIMI | {"layer_types": ["window_attention", "full_attention"]}
 
 
+_DOTS = _SIGLIP | {"mlp_layer_types": ["dense"] * 2, "adapter_in_dim": 144}
+_LFM = _SIGLIP | {"num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]}
+
 _OF_NUMBERS, _OF_PIXELS = "(tokens, numbers)", "(tokens, 3, side, side)"
 
 
@@ -74,10 +77,15 @@ class Family(NamedTuple):
 _ERNIE = "Ernie4_5_VLMoeVisionTransformerPretrainedModel"
 TAKEN = {
     "cohere_compass": Family("CohereCompassVisionModel", _DEEPSTACK),
+    "dots3_note": Family("Dots3NoteVisionModel", _DOTS, frames=1),
     "ernie4_5_vl_moe": Family(_ERNIE, _ERNIE_SIZES, frames=1),
+    "exaone4_5": Family("Exaone4_5_VisionModel", _QWEN2_5 | {"num_key_value_heads": 2}),
     "glm4v": Family("Glm4vVisionModel", _GLM, clips=False),
     "glm4v_moe": Family("Glm4vMoeVisionModel", _GLM, clips=False),
+    "glm5_next": Family("Glm5NextVisionModel", _GLM, clips=False),
+    "glm_ocr": Family("GlmOcrVisionModel", _GLM, clips=False),
     "kimi_k25": Family("Kimi_K25VisionModel", _KIMI, _OF_PIXELS, frames=1),
+    "lfm3_vl": Family("Lfm3VlVisionModel", _LFM),
     "muse_glimmer": Family("MuseGlimmerVisionModel", _MUSE),
     "muse_spark": Family("MuseSparkVisionModel", _MUSE),
     "paddleocr_vl": Family("PaddleOCRVisionModel", _PADDLE, f"1, {_OF_PIXELS}", frames=1),
@@ -89,21 +97,12 @@ TAKEN = {
     "video_llama_3": Family("VideoLlama3VisionModel", _SIGLIP, frames=1),
 }
 # One of each form that hugging_face.py's are not of.
-OF_EACH_FORM = ("kimi_k25", "paddleocr_vl", "qwen2_5_omni")
+OF_EACH_FORM = ("exaone4_5", "glm_ocr", "kimi_k25", "lfm3_vl", "paddleocr_vl", "qwen2_5_omni")
 
-_NORMS = ValueError, "must hold nothing but projections, got q_norm, k_norm in a "
-_GROUPS = ValueError, r"must have a key head for each query head, got a \w+ with one for 2, "
 _CODE = RuntimeError, r"must be an attention whose code ours is known to agree with, got a \w+ of "
-_DOTS = _SIGLIP | {"mlp_layer_types": ["dense"] * 2, "adapter_in_dim": 144}
-_LFM = _SIGLIP | {"layer_types": ["full_attention"] * 2}
 # Each with the error and what it says.
 REFUSED = {
-    "dots3_note": (Family("Dots3NoteVisionModel", _DOTS), *_NORMS),
-    "exaone4_5": (Family("Exaone4_5_VisionModel", _QWEN2_5 | {"num_key_value_heads": 2}), *_GROUPS),
-    "glm5_next": (Family("Glm5NextVisionModel", _GLM), *_NORMS),
-    "glm_ocr": (Family("GlmOcrVisionModel", _GLM), *_NORMS),
     "inkling2": (Family("Inkling2VisionModel", _SIGLIP), *_CODE),
-    "lfm3_vl": (Family("Lfm3VlVisionModel", _LFM), *_NORMS),
     "minimax_m3_vl": (Family("MiniMaxM3VLVisionModel", _SIGLIP), *_CODE),
 }
 

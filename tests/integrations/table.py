@@ -17,12 +17,7 @@ from triton_kernels.integrations.transformers import takes_segments
 FILE = Path(__file__).parents[2] / "triton_kernels" / "integrations" / "families.md"
 # What ours does not compute yet.
 NEEDS = {
-    "dots3_note": "norms of q and k heads",
-    "exaone4_5": "fewer key than query heads",
-    "glm5_next": "norms of q and k heads",
-    "glm_ocr": "norms of q and k heads",
     "inkling2": "rotation of neighbours",
-    "lfm3_vl": "norms of q and k heads, fewer key heads",
     "minimax_m3_vl": "rotation of a part of a head",
 }
 

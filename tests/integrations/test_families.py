@@ -98,6 +98,14 @@ def test_what_other_libraries_do_to_projections_is_kept(model):
     assert_close(results[2], results[0])
 
 
+def test_norms_of_another_dtype_than_the_heads():
+    tower = make("glm_ocr")
+    call = random_call("glm_ocr", tower, GRIDS["clip"])
+    with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
+        expected = run(tower, call)
+        assert_close(run(accelerate(tower), call), expected, 2e-2)
+
+
 def test_dropout_in_training_is_theirs():
     tower = make("paddleocr_vl").train()
     for module in tower.modules():

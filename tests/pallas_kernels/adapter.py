@@ -48,7 +48,8 @@ class JaxAdapter:
             function = public_function(packed, options)
         else:
             function = jitted(packed, options, alike)
-        return np.array(function(*map(jnp.asarray, arguments)))
+        norms = {name: jnp.asarray(x) for name, x in case.norms.items()}
+        return np.array(function(*map(jnp.asarray, arguments), **norms))
 
     def check_cu_seqlens(self, cu_seqlens, *arguments):
         pallas_kernels.check_cu_seqlens(jnp.asarray(cu_seqlens), *arguments)

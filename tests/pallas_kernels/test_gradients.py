@@ -21,15 +21,18 @@ class JaxGradients(JaxAdapter):
         function = public_function(packed, options)
 
         @jax.jit
-        def gradients(rest, *arguments):
-            _, pull = jax.vjp(lambda *x: function(*x, *rest), *arguments)
-            return pull(jnp.asarray(weights))
+        def gradients(norms, rest, *arguments):
+            _, pull = jax.vjp(lambda norms, *x: function(*x, *rest, **norms), norms, *arguments)
+            norms, *found = pull(jnp.asarray(weights))
+            return *found, *(norms[name] for name in case.norms)
 
         arguments = list(map(jnp.asarray, case.packed if packed else case.separate))
         wanted = len(arguments) - (1 if angles else 3)
-        return [np.array(x) for x in gradients(arguments[wanted:], *arguments[:wanted])]
+        norms = jax.tree.map(jnp.asarray, case.norms)
+        return [np.array(x) for x in gradients(norms, arguments[wanted:], *arguments[:wanted])]
 
     def curvature(self, case, weights, direction, **options):
+        options |= jax.tree.map(jnp.asarray, case.norms)
         function = public_function(False, {"implementation": self.implementation, **options})
         arguments = list(map(jnp.asarray, case.separate))
         arguments, rest = arguments[: len(direction)], arguments[len(direction) :]

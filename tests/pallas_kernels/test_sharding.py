@@ -24,39 +24,47 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import pallas_kernels
 from tests.kernel_cases import make_case
 
-case = make_case((5, 0, 9), heads=4, head_dim=16, dtype="float32", trailing=3)
+
+def case_of(heads, **further):
+    shape = {"heads": heads, "head_dim": 16, "dtype": "float32", "trailing": 3}
+    return make_case((5, 0, 9), **shape, **further)
+
+
 mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
 
 
-def results(arguments, packed, implementation, max_seqlen):
+def results(arguments, norms, packed, implementation, max_seqlen):
     name = "fused_rope_attention" + "_qkvpacked" * packed
     attend = functools.partial(
         getattr(pallas_kernels, name), max_seqlen=max_seqlen, implementation=implementation
     )
 
-    def loss(cu_seqlens, *arguments):
-        out = attend(*arguments, cu_seqlens)
+    def loss(cu_seqlens, norms, *arguments):
+        out = attend(*arguments, cu_seqlens, **norms)
         return (out**2).sum(), out
 
     *differentiable, cu_seqlens = arguments
-    argnums = tuple(range(1, len(arguments)))
-    return jax.tree.leaves(jax.jit(jax.grad(loss, argnums, True))(cu_seqlens, *differentiable))
+    gradients = jax.jit(jax.grad(loss, tuple(range(1, len(arguments) + 1)), True))
+    return jax.tree.leaves(gradients(cu_seqlens, norms, *differentiable))
 
 
-for packed, heads, *options in (
-    (True, ("a", "b"), "kernel", 16),
-    (True, ("a", "b"), "kernel", 40),  # which no tile holds
-    (False, "b", "auto", 16),
+for packed, heads, case, *options in (
+    (True, ("a", "b"), case_of(4), "kernel", 16),
+    (True, ("a", "b"), case_of(4), "kernel", 40),  # which no tile holds
+    (False, "b", case_of(4), "auto", 16),
+    (False, ("a", "b"), case_of(8, group=2, norms="qk"), "kernel", 16),
 ):
     arguments = case.packed if packed else case.separate
-    expected = results(arguments, packed, *options)
+    expected = results(arguments, case.norms, packed, *options)
     by_heads = PartitionSpec(None, *[None] * packed, heads)
     specs = [by_heads if x.ndim > 2 else PartitionSpec() for x in arguments]
     split = [
         jax.device_put(x, NamedSharding(mesh, spec))
         for x, spec in zip(arguments, specs, strict=True)
     ]
-    for ours, whole in zip(results(split, packed, *options), expected, strict=True):
+    same = NamedSharding(mesh, PartitionSpec())
+    norms = {name: jax.device_put(x, same) for name, x in case.norms.items()}
+    for ours, whole in zip(results(split, norms, packed, *options), expected, strict=True):
         if whole.ndim > 2:
             assert heads in jax.typeof(ours).sharding.spec, (packed, *options)
         np.testing.assert_allclose(ours, whole, rtol=0, atol=1e-5 * np.abs(whole).max())

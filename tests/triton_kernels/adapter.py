@@ -68,13 +68,15 @@ class TorchAdapter:
         alike: programs of one computation are to round alike, which these always do.
         """
         *tensors, cu_seqlens = map(to_torch, case.packed if packed else case.separate)
-        inputs = [guarded(x) for x in tensors]
+        inputs = [guarded(x) for x in (*tensors, *map(to_torch, case.norms.values()))]
+        norms = dict(zip(case.norms, (x for x, _ in inputs[len(tensors) :]), strict=True))
+        options = norms | {"implementation": self.implementation} | options
         held = [buffer.clone() for _, buffer in inputs]
         segments, _ = guarded(cu_seqlens, value=len(case.qkv) // 2)
         with guarded_results() as results, interpreted_nan():
             outs = [
                 public_function(packed)(
-                    *(x for x, _ in inputs), segments, implementation=self.implementation, **options
+                    *(x for x, _ in inputs[: len(tensors)]), segments, **options
                 )
                 for _ in range(2 if DEVICE == "cuda" else 1)
             ]

@@ -9,7 +9,7 @@ import torch
 import triton_kernels
 from tests.kernel_argument_contract import CASE, ArgumentContract
 from tests.kernel_cases import make_case
-from tests.triton_kernels.adapter import TorchAdapter, to_torch
+from tests.triton_kernels.adapter import DEVICE, TorchAdapter, to_torch
 
 
 class TestKernel(TorchAdapter, ArgumentContract):
@@ -120,6 +120,34 @@ def test_what_passed_before_lets_no_other_argument_pass(name, kind):
     for _ in range(2):  # nor does what failed
         with pytest.raises((TypeError, ValueError)):
             attend(**{name: wrong[kind]()})
+
+
+def test_norms_of_one_call_are_not_those_of_another():
+    weights = 1 + torch.rand(2, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    weights = weights.bfloat16()
+    calls = [
+        {},
+        {"q_norm": weights[0]},
+        {"k_norm": weights[0]},
+        {"q_norm": weights[0], "k_norm": weights[1]},
+        {"q_norm": weights[1], "k_norm": weights[0], "norm_eps": 0.5},
+        {"q_norm": weights[1], "k_norm": weights[0], "norm_eps": 1},
+    ]
+    expected = [attend(**call, implementation="reference") for call in calls]
+    for _ in range(2):
+        for call, exact in zip(calls, expected, strict=True):
+            found = attend(**call, implementation="kernel")
+            torch.testing.assert_close(found, exact, rtol=0, atol=0.03)
+    for i, x in enumerate(expected):
+        assert not any(torch.allclose(x, other, rtol=0, atol=0.1) for other in expected[:i])
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x.to("meta"), lambda x: x.repeat_interleave(2)[::2]])
+def test_norms_must_be_contiguous_and_where_the_heads_are(wrong):
+    weight = torch.ones(16, dtype=torch.bfloat16, device=DEVICE)
+    attend(q_norm=weight)
+    with pytest.raises(ValueError, match="q_norm must be contiguous and on "):
+        attend(q_norm=wrong(weight))
 
 
 @pytest.mark.parametrize("implementation", ["kernel", "reference"])

@@ -35,8 +35,10 @@ class TorchGradients(TorchAdapter):
         """With NaN around every input, and in and around every gradient beforehand."""
         *arguments, cu_seqlens = map(to_torch, case.packed if packed else case.separate)
         arguments = [guarded(x)[0].detach() for x in arguments]
-        wanted = [x.requires_grad_() for x in (arguments if angles else arguments[:-2])]
-        options = {"implementation": self.implementation, **options}
+        norms = {name: guarded(to_torch(x))[0].detach() for name, x in case.norms.items()}
+        wanted = (*(arguments if angles else arguments[:-2]), *norms.values())
+        wanted = [x.requires_grad_() for x in wanted]
+        options = {"implementation": self.implementation, **norms, **options}
         weights, _ = guarded(to_torch(weights))
         with interpreted_nan(), guarded_results() as results:
             result = public_function(packed)(*arguments, cu_seqlens, **options)
@@ -48,6 +50,7 @@ class TorchGradients(TorchAdapter):
     def curvature(self, case, weights, direction, **options):
         *arguments, cu_seqlens = map(to_torch, case.separate)
         wanted = [x.requires_grad_() for x in arguments[: len(direction)]]
+        options |= {name: to_torch(x) for name, x in case.norms.items()}
         direction = list(map(to_torch, direction))
         attend = public_function(False)
         result = attend(*arguments, cu_seqlens, implementation=self.implementation, **options)

@@ -82,6 +82,21 @@ def attend_between_guards(case, fuse, max_seqlen, guard):
             assert not (((begin <= at) & (at < first)) | ((last <= at) & (at < end))).any()
 
 
+@both_kernels
+@pytest.mark.parametrize("offset", [0, 1])
+def test_groups_and_norms_in_rows_of_one_projection(offset, max_seqlen):
+    """Also of weights, and heads, that begin anywhere."""
+    case = make_case((9, 23), heads=4, group=2, head_dim=24, norms="qk", trailing=3)
+    *qkv, cos, sin, cu_seqlens = map(to_torch, case.separate)
+    rows, _ = guarded(torch.cat([x.flatten(1) for x in qkv], 1), guard=GUARD + offset)
+    q, k, v = (x.unflatten(1, (-1, 24)) for x in rows.split((96, 48, 48), 1))
+    norms = {name: guarded(to_torch(x), guard=GUARD + 1)[0] for name, x in case.norms.items()}
+    options = norms | {"max_seqlen": max_seqlen, "implementation": "kernel"}
+    assert_accurate(
+        to_numpy(public_function(False)(q, k, v, cos, sin, cu_seqlens, **options)), case
+    )
+
+
 def test_q_and_k_are_rotated_at_once_where_k_lies_behind_q():
     case = make_case((9, 23), trailing=3)
     *qkv, cos, sin, cu_seqlens = map(to_torch, case.separate)

@@ -62,6 +62,30 @@ def test_the_backward_operator_is_registered_as_pytorch_asks(packed, implementat
         torch.library.opcheck(operator.default, arguments)
 
 
+def grouped_and_normed(requires_grad=False):
+    """Arguments as of the operator: tensors, and norms."""
+    case = make_case((5, 9), head_dim=16, dtype="float32", heads=4, group=2, norms="qk")
+    *tensors, cu_seqlens = map(to_torch, case.separate)
+    norms = [to_torch(x) for x in case.norms.values()]
+    for x in (*tensors, *norms):
+        x.requires_grad_(requires_grad)
+    return [*tensors, cu_seqlens], norms
+
+
+@pytest.mark.parametrize("implementation", ["reference", "kernel"])
+def test_operators_of_groups_and_norms(implementation):
+    operators = torch.ops.fused_rope_attention
+    tensors, norms = grouped_and_normed(requires_grad=True)
+    options = 16, 0.25, "auto", implementation, False
+    torch.library.opcheck(operators.varlen.default, (*tensors, *options, *norms, 1e-3))
+    tensors, norms = grouped_and_normed()
+    *tensors, cu_seqlens = tensors
+    needed = [True] * 3 + [implementation == "reference"] * 2 + [True] * 2
+    arguments = torch.ones_like(tensors[0]), [*tensors, *norms], cu_seqlens, 16, 0.25
+    arguments = *arguments, implementation, needed, "qk", 1e-3
+    torch.library.opcheck(operators.backward.default, arguments)
+
+
 def attend(packed, *arguments, **options):
     options = {"max_seqlen": 16, "implementation": "kernel", **options}
     return public_function(packed)(*arguments, **options)
@@ -177,6 +201,21 @@ def test_gradients_through_a_compiled_call(packed):
         arguments = arguments_of(packed, requires_grad=True)
         function(*arguments).backward()
         gradients.append([x.grad for x in arguments[:-1]])
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+def test_a_compiled_call_of_groups_and_norms():
+    torch.compiler.reset()
+
+    def loss(q_norm, k_norm, *x):
+        return attend(False, *x, q_norm=q_norm, k_norm=k_norm, norm_eps=1e-3).square().sum()
+
+    gradients = []
+    for function in (torch.compile(loss, fullgraph=True, backend="aot_eager"), loss):
+        tensors, norms = grouped_and_normed(requires_grad=True)
+        function(*norms, *tensors).backward()
+        gradients.append([x.grad for x in (*tensors[:-1], *norms)])
     for ours, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 

@@ -29,18 +29,31 @@ class Form(NamedTuple):
         angles: the argument that brings the angles themselves, [tokens, head_dim / 2]; None where
             position_embeddings brings cos and sin.
         weighed: whether attention weights are returned too; flash attention has None for them.
+        normed: whether the heads of q and k are normalised before the rotation, by NORMS.
+        grouped: whether k and v may have fewer heads than q.
     """
 
     inputs: tuple[str, ...]
     output: str
     angles: str | None = None
     weighed: bool = False
+    normed: bool = False
+    grouped: bool = False
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """All that the attention holds."""
+        return *self.inputs, self.output, *(NORMS if self.normed else ())
 
 
+NORMS = ("q_norm", "k_norm")
 _PACKED = Form(("qkv",), "proj")
+_NORMED = _PACKED._replace(normed=True)
+_GROUPED = _PACKED._replace(grouped=True)
 _OMNI = Form(("q", "k", "v"), "proj")
 _SEPARATE = Form(("q_proj", "k_proj", "v_proj"), "proj")
 _PADDLE = Form(("q_proj", "k_proj", "v_proj"), "out_proj", weighed=True)
+_LFM = _PADDLE._replace(normed=True, grouped=True)
 
 # By fingerprint. A comment says from which version of transformers on a forward reads like that.
 ATTENTIONS = {
@@ -63,8 +76,15 @@ ATTENTIONS = {
     "99d2dad20e71": _PADDLE,  # 5.1
     "c4976b29cda6": _PADDLE,  # 5.2
     "31a2d5b2c27d": _PADDLE,  # 5.15
+    "1c2fdf69c26f": _NORMED,  # 5.1
+    "840a5e9fcafb": _NORMED,  # 5.2
+    "b166be2f06c8": _NORMED,  # 5.10
+    "1a7951e41873": _NORMED,  # 5.15
+    "eedfe46e10b2": _GROUPED,  # 5.9
+    "d049afc70297": _GROUPED,  # 5.15
+    "f250c2068633": _LFM,  # 5.24
 }
-LAYERS = {layer for form in ATTENTIONS.values() for layer in (*form.inputs, form.output)}
+LAYERS = {layer for form in ATTENTIONS.values() for layer in form.layers}
 RMS_NORMS = {"9635bcd843f3"}
 GATED_MLPS = {"0d7b11835db6"}
 

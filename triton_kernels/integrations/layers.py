@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from triton_kernels.attention import fused_rope_attention, fused_rope_attention_qkvpacked
-from triton_kernels.integrations.forms import Form
+from triton_kernels.integrations.forms import NORMS, Form
+from triton_kernels.integrations.plain import plain_weight
 
 _THETA = 10000.0  # transformers 4.57 has it in its code, not in the configuration
 
@@ -64,7 +65,9 @@ def _new(role: type[StandIn], own: type[nn.Module]) -> StandIn:
 
 
 class FusedAttention(StandIn):
-    """Vision attention with the rotation inside the kernel, q, k and v read from the projections.
+    """Vision attention with the rotation, and norms of heads, inside the kernel.
+
+    q, k and v are read from the projections.
 
     Attributes:
         form: how the module's own attention is built.
@@ -101,7 +104,8 @@ class FusedAttention(StandIn):
         Returns:
             [tokens, channels], and None for the attention weights in a form that returns them.
         """
-        if self.training and self.attention_dropout:  # the kernel keeps all
+        # The kernel keeps all, and masks none.
+        if (self.training and self.attention_dropout) or further.get("attention_mask") is not None:
             given = {
                 "position_embeddings": position_embeddings,
                 "rotary_pos_emb": rotary_pos_emb,
@@ -121,23 +125,36 @@ class FusedAttention(StandIn):
         cos, sin = cos[:, :half].float(), sin[:, :half].float()
         cu_seqlens = cu_seqlens.to(hidden_states.device, torch.int32)
         bound = self.longest_window or longest_frame or max_seqlen
-        scale = self.scaling
-        if len(form.inputs) == 1:
-            qkv = getattr(self, form.inputs[0])(hidden_states)
-            qkv = qkv.view(tokens, 3, self.num_heads, head_dim)
-            attended = fused_rope_attention_qkvpacked(
-                qkv, cos, sin, cu_seqlens, max_seqlen=bound, scale=scale
-            )
+        options = {"max_seqlen": bound, "scale": self.scaling}
+        projected = [getattr(self, layer)(hidden_states) for layer in form.inputs]
+        norms = self._norms(projected[0].dtype) if form.normed else {}
+        if len(projected) == 1 and norms is not None and not form.grouped:
+            qkv = projected[0].view(tokens, 3, self.num_heads, head_dim)
+            attended = fused_rope_attention_qkvpacked(qkv, cos, sin, cu_seqlens, **options, **norms)
         else:
-            q, k, v = (
-                getattr(self, layer)(hidden_states).view(tokens, self.num_heads, head_dim)
-                for layer in form.inputs
-            )
-            attended = fused_rope_attention(
-                q, k, v, cos, sin, cu_seqlens, max_seqlen=bound, scale=scale
-            )
+            if len(projected) == 1:
+                projected = projected[0].split(widths(self, form), -1)
+            q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in projected)
+            if norms is None:  # in mixed precision they may be of another dtype
+                q, k, norms = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), {}
+            attended = fused_rope_attention(q, k, v, cos, sin, cu_seqlens, **options, **norms)
         output = getattr(self, form.output)(attended.view(tokens, -1))
         return (output, None) if form.weighed else output
+
+    def _norms(self, dtype: torch.dtype) -> dict[str, Any] | None:
+        """The norms of heads as the operation takes them; None where they have to be called."""
+        norms = [self._modules[name] for name in NORMS]
+        weights = [plain_weight(norm, FusedRMSNorm.forward) for norm in norms]
+        if any(weight is None or weight.dtype != dtype for weight in weights):
+            return None
+        eps, other = (norm.variance_epsilon for norm in norms)
+        return dict(zip(NORMS, weights, strict=True)) | {"norm_eps": eps} if eps == other else None
+
+
+def widths(attention: nn.Module, form: Form) -> list[int]:
+    """Columns of q, k and v that a module of a form projects to."""
+    k_heads = attention.num_key_value_heads if form.grouped else attention.num_heads
+    return [heads * attention.head_dim for heads in (attention.num_heads, k_heads, k_heads)]
 
 
 class FusedRMSNorm(StandIn):

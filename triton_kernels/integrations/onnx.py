@@ -1,8 +1,11 @@
 """The operation in ONNX: one node of what `export` makes of a model."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from triton_kernels.checks import NORM_EPS
 
 # Of ONNX' own operators.
 _OPSET = 18
@@ -13,9 +16,10 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], **options: Any) -> tor
     """`torch.onnx.export` of a model that calls the operation; needs onnxscript.
 
     Each call is a node `fused_rope_attention::qkvpacked` or `varlen`, of which a runtime may have a
-    kernel; its attribute is `scale`. For others the model holds it as a function of ONNX' own
-    operators: these take memory for tokens x tokens logits of each head, attend over segments of
-    any length, and want cu_seqlens that do not decrease.
+    kernel; its attribute is `scale`. Norms of heads are ONNX' own operators in front of it, and a
+    head of k and v that serves several of q is repeated there. For others the model holds it as a
+    function of ONNX' own operators: these take memory for tokens x tokens logits of each head,
+    attend over segments of any length, and want cu_seqlens that do not decrease.
 
     Args:
         model, args: as of `torch.onnx.export`.
@@ -29,8 +33,8 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], **options: Any) -> tor
 
     operators = torch.ops.fused_rope_attention
     table = {
-        operators.qkvpacked.default: lambda *args: _node("qkvpacked", 4)(*args[:4], scale=args[5]),
-        operators.varlen.default: lambda *args: _node("varlen", 6)(*args[:6], scale=args[7]),
+        operators.qkvpacked.default: _qkvpacked,
+        operators.varlen.default: _varlen,
     }
     program = torch.onnx.export(
         model, args, dynamo=True, opset_version=_OPSET, custom_translation_table=table, **options
@@ -40,6 +44,49 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], **options: Any) -> tor
             made = onnx_ir.from_proto(function.to_function_proto())
             program.model.functions[made.identifier()] = made
     return program
+
+
+def _qkvpacked(*arguments: Any) -> Any:
+    """What stands for a call of the packed operator."""
+    qkv, cos, sin, cu_seqlens, _, scale, *options = arguments
+    norms = options[3:]  # as many as are not the defaults
+    if not norms:
+        return _node("qkvpacked", 4)(qkv, cos, sin, cu_seqlens, scale=scale)
+    from onnxscript import opset18 as op
+
+    q, k, v = (op.Gather(qkv, op.Constant(value_int=part), axis=1) for part in range(3))
+    return _node("varlen", 6)(*_normalized(q, k, *norms), v, cos, sin, cu_seqlens, scale=scale)
+
+
+def _varlen(*arguments: Any) -> Any:
+    """The same of the other."""
+    q, k, v, cos, sin, cu_seqlens, _, scale, _, _, _, *norms = arguments
+    heads, k_heads = q.shape[1], k.shape[1]
+    q, k = _normalized(q, k, *norms)
+    if heads != k_heads:
+        from onnxscript import opset18 as op
+
+        served_by = op.Constant(value_ints=[i * k_heads // heads for i in range(heads)])
+        k, v = op.Gather(k, served_by, axis=1), op.Gather(v, served_by, axis=1)
+    return _node("varlen", 6)(q, k, v, cos, sin, cu_seqlens, scale=scale)
+
+
+def _normalized(
+    q: Any, k: Any, q_norm: Any = None, k_norm: Any = None, eps: float = NORM_EPS
+) -> Iterator[Any]:
+    """q and k, the heads of each normalised if there is a weight."""
+    from onnxscript import FLOAT
+    from onnxscript import opset18 as op
+
+    for x, weight in ((q, q_norm), (k, k_norm)):
+        if weight is None:
+            yield x
+            continue
+        wide = op.Cast(x, to=FLOAT.dtype)
+        mean = op.ReduceMean(op.Mul(wide, wide), op.Constant(value_ints=[-1]), keepdims=1)
+        rms = op.Sqrt(op.Add(mean, op.Constant(value_float=eps)))
+        y = op.Mul(op.Div(wide, rms), op.Cast(weight, to=FLOAT.dtype))
+        yield op.CastLike(y, x)
 
 
 def _node(name: str, inputs: int) -> Any:

@@ -38,6 +38,18 @@ def plain_parameters(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | No
     return weight, bias
 
 
+def plain_weight(norm: nn.Module, forward: Callable) -> torch.Tensor | None:
+    """The weight of a norm whose call is a forward and nothing else; None of another."""
+    if not is_own(norm, {type(norm): forward}):
+        return None
+    held = norm._parameters
+    if "weight" not in held:  # as above
+        held = vars(norm) | held
+    weight = held["weight"]
+    plain = type(weight) in _TENSORS and weight.ndim == 1 and weight.is_contiguous()
+    return weight if plain and not weight.is_meta else None
+
+
 def is_own(module: nn.Module, forwards: dict[type[nn.Module], Callable]) -> bool:
     """Whether a module runs one of these forwards of these classes, and nobody hooks its calls."""
     cls = type(module)

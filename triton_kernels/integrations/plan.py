@@ -40,10 +40,15 @@ else:
 # by Hugging Face's function. What is not planned Hugging Face works out anew in each call.
 _PLANNED = {
     "cohere_compass": "",
+    "dots3_note": None,
     "ernie4_5_vl_moe": None,
+    "exaone4_5": None,
     "glm4v": None,
     "glm4v_moe": None,
+    "glm5_next": None,
+    "glm_ocr": None,
     "kimi_k25": "patch_embed.pos_emb",
+    "lfm3_vl": None,
     "muse_glimmer": None,
     "muse_spark": None,
     "paddleocr_vl": "embeddings",

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from triton_kernels.integrations.forms import Form
-from triton_kernels.integrations.layers import FusedAttention, stand_in
+from triton_kernels.integrations.forms import NORMS, RMS_NORMS, Form, fingerprint, forward_of
+from triton_kernels.integrations.layers import FusedAttention, FusedRMSNorm, stand_in, widths
 
 _CU_SEQLENS = (0, 5, 5, 9)
 _CHANNELS = 16
@@ -32,6 +32,9 @@ def deviation(attention: nn.Module, form: Form) -> float:
         expected = own.forward(**call)
         stand_in(own, FusedAttention)
         own.form = form
+        for norm in (own.get_submodule(name) for name in NORMS if form.normed):
+            if fingerprint(forward_of(norm)) in RMS_NORMS:
+                stand_in(norm, FusedRMSNorm)
         result = own.forward(**call)
         if form.weighed:
             (expected, _), (result, _) = expected, result
@@ -40,20 +43,32 @@ def deviation(attention: nn.Module, form: Form) -> float:
 
 def _small_twin(attention: nn.Module, form: Form, generator: torch.Generator) -> nn.Module:
     """A module of the same class and settings, with small layers in fp32 and nobody's hooks."""
-    twin = object.__new__(type(attention))  # what a sharded class makes is of another one
-    nn.Module.__init__(twin)
-    settings = vars(attention).items()
-    vars(twin).update((name, value) for name, value in settings if name not in vars(twin))
-    twin.eval()
+    twin = _bare_twin(attention)
     twin.config = types.SimpleNamespace(_attn_implementation="eager")
-    width = attention.num_heads * attention.head_dim
-    inputs = dict.fromkeys(form.inputs, (_CHANNELS, 3 * width // len(form.inputs)))
-    for name, sizes in (inputs | {form.output: (width, _CHANNELS)}).items():
+    columns = widths(attention, form)
+    layers = {form.output: (columns[0], _CHANNELS)}
+    columns = [sum(columns)] if len(form.inputs) == 1 else columns
+    inputs = {name: (_CHANNELS, width) for name, width in zip(form.inputs, columns, strict=True)}
+    for name, sizes in (inputs | layers).items():
         layer = nn.Linear(*sizes, bias=False, device="meta")  # draws nothing
         weight = _normal(layer.weight.shape, generator) * sizes[0] ** -0.5
         layer.weight = nn.Parameter(weight, requires_grad=False)
         twin.add_module(name, layer)
+    for name in NORMS if form.normed else ():
+        norm = _bare_twin(attention.get_submodule(name))
+        weight = 1 + 0.3 * _normal((attention.head_dim,), generator)
+        norm.weight = nn.Parameter(weight, requires_grad=False)
+        twin.add_module(name, norm)
     return twin
+
+
+def _bare_twin(module: nn.Module) -> nn.Module:
+    """A module of the same class and settings that holds nothing."""
+    twin = object.__new__(type(module))  # what a sharded class makes is of another one
+    nn.Module.__init__(twin)
+    settings = vars(module).items()
+    vars(twin).update((name, value) for name, value in settings if name not in vars(twin))
+    return twin.eval()
 
 
 def _call(head_dim: int, form: Form, generator: torch.Generator) -> dict:

@@ -17,6 +17,7 @@ from triton_kernels.integrations.forms import (
     ATTENTIONS,
     GATED_MLPS,
     LAYERS,
+    NORMS,
     RMS_NORMS,
     Form,
     fingerprint,
@@ -96,8 +97,8 @@ def accelerate(model: Model, *, cuda_graphs: bool = True) -> Model:
     Raises:
         TypeError: no vision attention over segments in it.
         ValueError: a tower, block or attention that runs another library's code; an attention with
-            norms of its heads, fewer key than query heads, or a head_dim that the kernel does not
-            take; or one that gives something else than ours.
+            further layers, with fewer key than query heads where its code tells of none, or of a
+            head_dim that the kernel does not take; or one that gives something else than ours.
         RuntimeError: an attention whose code is not known.
 
     After an error the model is as it was.
@@ -268,15 +269,17 @@ def _check_attention(name: str, attention: nn.Module) -> Form:
             "several devices has it done), that would hide ours: accelerate the model before"
         )
     form = ATTENTIONS.get(fingerprint(type(attention).forward))
-    layers = LAYERS if form is None else {*form.inputs, form.output}
+    layers = LAYERS if form is None else set(form.layers)
     held = dict(attention.named_children())
     further = [layer for layer in held if layer not in layers]
+    norms = " and norms" if layers.issuperset(NORMS) else ""
     if further and not layers.isdisjoint(held):
         raise ValueError(
-            f"{name} must hold nothing but projections, got {', '.join(further)} in a "
+            f"{name} must hold nothing but projections{norms}, got {', '.join(further)} in a "
             f"{type(attention).__name__}, which ours does not compute"
         )
-    if getattr(attention, "num_key_value_groups", 1) != 1:
+    grouped = form is not None and form.grouped
+    if not grouped and getattr(attention, "num_key_value_groups", 1) != 1:
         raise ValueError(
             f"{name} must have a key head for each query head, got a {type(attention).__name__} "
             f"with one for {attention.num_key_value_groups}, which ours does not compute"

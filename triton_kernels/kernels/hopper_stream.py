@@ -59,11 +59,14 @@ def hopper_stream_kernel(
     tokens, segments, max_seqlen, scale_log2,
     # shape of a head and how it is cut
     HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr,
+    # heads of K and V, each of which serves as many of Q's
+    K_HEADS: gl.constexpr,
 ):  # fmt: skip
     """One program for each (head, token block); blocks run fastest and share the head's K and V."""
     BLOCK: gl.constexpr = ROWS * GROUPS
     blocks = gl.cdiv(tokens, BLOCK)
     head = gl.program_id(0) // blocks
+    k_head = head if K_HEADS == HEADS else head // (HEADS // K_HEADS)
     block_start = gl.program_id(0) % blocks * BLOCK
     block_end = gl.minimum(block_start + BLOCK, tokens)
     first_segment, last_segment = segments_of(
@@ -94,11 +97,11 @@ def hopper_stream_kernel(
         lse_ptr += head.to(gl.int64) * tokens + block_start
     gl.warp_specialize(
         [
-            (attend_rows, (q, k, v, again, ping_pong, descs, out_ptr, lse_ptr, visited, head,
-                           scale_log2, gl.constexpr(0), HEADS, HEAD_DIM, MAIN, TAIL)),
-            (attend_rows, (q, k, v, again, ping_pong, descs, out_ptr, lse_ptr, visited, head,
-                           scale_log2, gl.constexpr(1), HEADS, HEAD_DIM, MAIN, TAIL)),
-            (load_tiles, (q, k, v, descs, visited, head, HEADS, MAIN, TAIL)),
+            (attend_rows, (q, k, v, again, ping_pong, descs, out_ptr, lse_ptr, visited, k_head,
+                           scale_log2, gl.constexpr(0), HEADS, HEAD_DIM, MAIN, TAIL, K_HEADS)),
+            (attend_rows, (q, k, v, again, ping_pong, descs, out_ptr, lse_ptr, visited, k_head,
+                           scale_log2, gl.constexpr(1), HEADS, HEAD_DIM, MAIN, TAIL, K_HEADS)),
+            (load_tiles, (q, k, v, descs, visited, head, k_head, HEADS, MAIN, TAIL, K_HEADS)),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
@@ -130,8 +133,8 @@ def segments_of(cu_seqlens_ptr, block_start, block_end, segments, max_seqlen):
 
 
 @gluon.jit
-def load_tiles(q, k, v, descs, visited, head,
-               HEADS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+def load_tiles(q, k, v, descs, visited, head, k_head, HEADS: gl.constexpr,
+               MAIN: gl.constexpr, TAIL: gl.constexpr, K_HEADS: gl.constexpr):  # fmt: skip
     """The loading warp: the block's queries, and all keys and values of its segments."""
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc = descs
     _, _, first_segment, last_segment, block_start = visited
@@ -153,18 +156,18 @@ def load_tiles(q, k, v, descs, visited, head,
             row = tile_row(i, start, first_keys)
             mbarrier.wait(k_empty.index(stage), parity ^ 1)
             mbarrier.expect(k_full.index(stage), KEYS * (MAIN + TAIL) * 2)
-            load_rotated(k_desc, k_tail_desc, row, head, k_main.index(stage), k_tail.index(stage),
-                         k_full.index(stage), HEADS, MAIN, TAIL)  # fmt: skip
+            load_rotated(k_desc, k_tail_desc, row, k_head, k_main.index(stage), k_tail.index(stage),
+                         k_full.index(stage), K_HEADS, MAIN, TAIL)  # fmt: skip
             mbarrier.wait(v_empty.index(stage), parity ^ 1)
             mbarrier.expect(v_full.index(stage), KEYS * (MAIN + TAIL) * 2)
-            load_head(v_desc, v_tail_desc, row, head, v_main.index(stage), v_tail.index(stage),
+            load_head(v_desc, v_tail_desc, row, k_head, v_main.index(stage), v_tail.index(stage),
                       v_full.index(stage), MAIN, TAIL)  # fmt: skip
 
 
 @gluon.jit
-def attend_rows(q, k, v, again, ping_pong, descs, out_ptr, lse_ptr, visited, head, scale_log2,
+def attend_rows(q, k, v, again, ping_pong, descs, out_ptr, lse_ptr, visited, k_head, scale_log2,
                 GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-                MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+                MAIN: gl.constexpr, TAIL: gl.constexpr, K_HEADS: gl.constexpr):  # fmt: skip
     """A computing group of warps: the result of its rows."""
     _, _, first_segment, last_segment, block_start = visited
     q_main, q_tail, q_full = q
@@ -191,8 +194,8 @@ def attend_rows(q, k, v, again, ping_pong, descs, out_ptr, lse_ptr, visited, hea
 
     if gl.sum(misfits.to(gl.int32), 0) > 0:
         attend_again(
-            q, k, v, again, descs, out_ptr, lse_ptr, visited, head, misfits, tile, scale_log2,
-            GROUP, HEADS, HEAD_DIM, MAIN, TAIL,
+            q, k, v, again, descs, out_ptr, lse_ptr, visited, k_head, misfits, tile, scale_log2,
+            GROUP, HEADS, HEAD_DIM, MAIN, TAIL, K_HEADS,
         )  # fmt: skip
 
 
@@ -218,9 +221,9 @@ def clear_padding(out_ptr, lse_ptr, visited, GROUP: gl.constexpr, HEADS: gl.cons
 
 
 @gluon.jit
-def attend_again(q, k, v, again, descs, out_ptr, lse_ptr, visited, head, misfits, tile, scale_log2,
+def attend_again(q, k, v, again, descs, out_ptr, lse_ptr, visited, k_head, misfits, tile, scale_log2,
                  GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-                 MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+                 MAIN: gl.constexpr, TAIL: gl.constexpr, K_HEADS: gl.constexpr):  # fmt: skip
     """Rows that their reference does not fit, once all groups have read all tiles."""
     _, _, first_segment, last_segment, block_start = visited
     wait_for_all(k, tile)
@@ -233,7 +236,7 @@ def attend_again(q, k, v, again, descs, out_ptr, lse_ptr, visited, head, misfits
     for segment in range(first_segment, last_segment + 1):
         start, end, tiles, first_keys = keys_of(visited, segment)
         row_max, row_sum, acc, acc_tail = visit_online(
-            q, k, v, descs, tile, tiles, start, first_keys, head, scale_log2, HEADS, MAIN, TAIL
+            q, k, v, descs, tile, tiles, start, first_keys, k_head, scale_log2, K_HEADS, MAIN, TAIL
         )
         tile += tiles
         store_lse(lse_ptr, start - block_start, end - block_start, misfits, row_max, row_sum, GROUP)

@@ -1,5 +1,7 @@
 """Rotation as a pass of its own, for the strategies that want Q or K rotated beforehand.
 
+A norm of the heads, if there is one, goes before it.
+
 Bound by memory alone: one read and one write of x, the angles read once for all heads of a token.
 """
 
@@ -7,7 +9,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from triton_kernels.kernels.tiles import load_angles, load_pairs, rotary_tile, store_rotated
+from triton_kernels.kernels.tiles import (
+    load_angles,
+    load_inverse_rms,
+    load_pairs,
+    normalized,
+    rotary_tile,
+    store_rotated,
+)
 
 # Sizes and strides vary from call to call: one binary serves all.
 NUMBERS = (
@@ -17,10 +26,13 @@ NUMBERS = (
 )
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(
+    do_not_specialize=NUMBERS, do_not_specialize_on_alignment=("norm_ptr", "second_norm_ptr")
+)
 def rotate_kernel(
-    # tensors
+    # tensors; the weights of each part's norm, None without
     x_ptr, out_ptr, cos_ptr, sin_ptr,
+    norm_ptr, second_norm_ptr,
     # sizes
     tokens,
     # strides, see ALIGNED; the last axis is contiguous
@@ -34,6 +46,8 @@ def rotate_kernel(
     ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
     # how many of Q and K there are, whose heads stand one behind the other in x
     PARTS: tl.constexpr,
+    # what is added to a head's mean square; None without a norm
+    EPS: tl.constexpr,
     # rows of a tile, heads of a program
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
     # attention that is launched early may start, as soon as there is room for it
@@ -62,12 +76,15 @@ def rotate_kernel(
     sin_ptr += first * angle_stride
     x_ptr += first * x_stride + (part * HEADS + first_head) * x_head_stride
     out_ptr += first * out_stride + part * out_part_stride
+    if EPS is not None and PARTS == 2:
+        norm_ptr = tl.where(part == 0, norm_ptr, second_norm_ptr)
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
     x_head = x_ptr
     for i in range(0, group):
         rotate_tile(
-            x_head, x_stride, out_ptr, out_stride,
-            rows, mask, cos, sin, first_head + i, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM,
+            x_head, x_stride, out_ptr, out_stride, norm_ptr,
+            rows, mask, cos, sin, first_head + i, 0, MAIN,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EPS,
         )  # fmt: skip
         x_head += x_head_stride
     if TAIL > 0:
@@ -75,17 +92,21 @@ def rotate_kernel(
         x_head = x_ptr
         for i in range(0, group):
             rotate_tile(
-                x_head, x_stride, out_ptr, out_stride,
-                rows, mask, cos, sin, first_head + i, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM,
+                x_head, x_stride, out_ptr, out_stride, norm_ptr,
+                rows, mask, cos, sin, first_head + i, MAIN, TAIL,
+                HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EPS,
             )  # fmt: skip
             x_head += x_head_stride
 
 
 @triton.jit
-def rotate_tile(x_ptr, x_stride, out_ptr, out_stride, rows, mask, cos, sin, head,
+def rotate_tile(x_ptr, x_stride, out_ptr, out_stride, norm_ptr, rows, mask, cos, sin, head,
                 FIRST: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
-                HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
+                HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+                MAIN: tl.constexpr, TAIL: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
     """Rotate columns FIRST .. FIRST + WIDTH (in paired order) of one head; 0 past head_dim."""
     pairs = load_pairs(x_ptr, x_stride, rows, mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
-    y = rotary_tile(pairs, cos, sin, True)
+    inverse = load_inverse_rms(x_ptr, x_stride, rows, mask, EPS, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
+    pairs = normalized(pairs, inverse, norm_ptr, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
+    y = rotary_tile(pairs, cos, sin, True, out_ptr.dtype.element_ty)
     store_rotated(out_ptr, out_stride, rows, mask, y, head, HEADS, FIRST, WIDTH)

@@ -44,7 +44,7 @@ def visit_segment(
     k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
     # the segment's first key, and how many it has
     start, keys,
-    # the query tile, and which head it is of
+    # the query tile, and which of so many heads of K it meets
     q, q_tail, head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr,
@@ -119,8 +119,8 @@ def visit_keys(
     k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
     # the rows of the key tile from those pointers on, and which of them are keys (None: all)
     rows, mask,
-    # the query tile, and which head it is of; its tail columns' product with the key tile's (None:
-    # not computed ahead), what is subtracted from each row's logits, and the sums so far
+    # the query tile, and which of so many heads of K it meets; its tail columns' product with the
+    # key tile's (None: not computed ahead), what is subtracted from each row's logits, and the sums
     q, q_tail, head, tail_logits, row_max, row_sums, acc, acc_tail,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr, ROTATE_K: tl.constexpr, ONLINE: tl.constexpr,

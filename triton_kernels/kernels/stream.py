@@ -13,7 +13,9 @@ from triton_kernels.kernels.tiles import (
     cast,
     load_angles,
     load_columns,
+    load_inverse_rms,
     load_rotary,
+    normalized,
     rotary_tile,
     sector_shift,
     segment_bounds,
@@ -28,13 +30,16 @@ NUMBERS = (
 )
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=("cu_seqlens_ptr",))
+@triton.jit(
+    do_not_specialize=NUMBERS, do_not_specialize_on_alignment=("cu_seqlens_ptr", "q_norm_ptr")
+)
 def stream_kernel(
-    # tensors
+    # tensors; the weights of Q's norm, None where it is not normalised here, as K never is
     q_ptr, k_ptr, v_ptr, out_ptr,
     cos_ptr, sin_ptr, cu_seqlens_ptr,
     # log-sum-exp of each row [heads, tokens], in powers of two; None: not wanted
     lse_ptr,
+    q_norm_ptr, k_norm_ptr,
     # sizes and scale
     tokens, segments, scale_log2,
     # strides, see ALIGNED; the last axis is contiguous
@@ -47,8 +52,11 @@ def stream_kernel(
     MAIN: tl.constexpr, TAIL: tl.constexpr,
     # strides of q, k, v come in units of 8 elements, else of 1; the angles' in units of ANGLE_UNIT
     ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
-    # what is rotated here
+    # heads of K and V, each of which serves as many of Q's
+    K_HEADS: tl.constexpr,
+    # what is rotated here, and what is added to the mean squares of what is normalised here
     ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
+    Q_EPS: tl.constexpr, K_EPS: tl.constexpr,
     # online softmax for all rows: see is_online
     ONLINE: tl.constexpr,
     # rows of a query tile and of a key tile
@@ -83,7 +91,9 @@ def stream_kernel(
     q = load_rotary(
         q_ptr, q_stride, rows, mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
     )
-    q = rotary_tile(q, cos, sin, ROTATE_Q)  # [BLOCK, MAIN]
+    inverse = load_inverse_rms(q_ptr, q_stride, rows, mask, Q_EPS, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
+    q = normalized(q, inverse, q_norm_ptr, 0, MAIN, HEAD_DIM, ROTARY_DIM)
+    q = rotary_tile(q, cos, sin, ROTATE_Q, dtype)  # [BLOCK, MAIN]
     q_tail = q  # stands in where there is no tail
     if TAIL > 0:
         cos, sin = load_angles(
@@ -92,7 +102,8 @@ def stream_kernel(
         q_tail = load_rotary(
             q_ptr, q_stride, rows, mask, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
         )
-        q_tail = rotary_tile(q_tail, cos, sin, ROTATE_Q)  # [BLOCK, TAIL]
+        q_tail = normalized(q_tail, inverse, q_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
+        q_tail = rotary_tile(q_tail, cos, sin, ROTATE_Q, dtype)  # [BLOCK, TAIL]
     if ROTATE_Q and BLOCK >= 64:
         # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared
         # memory but what was computed from registers, and then wait for each other. So the rotated
@@ -105,8 +116,9 @@ def stream_kernel(
         if TAIL > 0:
             q_tail = load_columns(out_ptr, out_stride, rows, mask, MAIN, TAIL, HEAD_DIM)
 
-    k_ptr += head.to(tl.int64) * k_head_stride * UNIT
-    v_ptr += head.to(tl.int64) * v_head_stride * UNIT
+    k_head = head if K_HEADS == HEADS else head // (HEADS // K_HEADS)
+    k_ptr += k_head.to(tl.int64) * k_head_stride * UNIT
+    v_ptr += k_head.to(tl.int64) * v_head_stride * UNIT
     # A row of 72 columns of 16 bits is 144 bytes: every second head's begin within a sector. There
     # the tiles of V, and so of the result, begin as many columns earlier as the sector does.
     v_shift = None
@@ -117,8 +129,8 @@ def stream_kernel(
     covered, misfits = attend_segments(
         k_ptr, v_ptr, out_ptr, lse_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
         k_stride, v_stride, angle_stride, out_stride, v_shift,
-        first_segment, last_segment, block_start, token < block_end, q, q_tail, head,
-        HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE, SHORTEST,
+        first_segment, last_segment, block_start, token < block_end, q, q_tail, k_head,
+        K_HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE, SHORTEST,
     )  # fmt: skip
     if not ONLINE:
         # Rows that their reference does not fit, again. If there are none, for no segment: within a
@@ -128,8 +140,8 @@ def stream_kernel(
             k_ptr, v_ptr, out_ptr, lse_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
             k_stride, v_stride, angle_stride, out_stride, v_shift,
             first_segment, tl.where(are_misfits, last_segment, -1), block_start, misfits,
-            q, q_tail, head,
-            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, True, SHORTEST,
+            q, q_tail, k_head,
+            K_HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, True, SHORTEST,
         )  # fmt: skip
 
     # Tokens of no segment.
@@ -148,7 +160,8 @@ def attend_segments(
     # the head's K and V, and the angles, from their first token on; the results from the block's
     k_ptr, v_ptr, out_ptr, lse_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
     k_stride, v_stride, angle_stride, out_stride, v_shift,
-    # from which segment to which; the block's first token, and which of its tokens are wanted
+    # from which segment to which; the block's first token, and which of its tokens are wanted; the
+    # query tile, and which of so many heads of K it meets
     first_segment, last_segment, block_start, wanted, q, q_tail, head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr,

@@ -178,6 +178,59 @@ def rotate_pairs(x, cos, sin):
 
 
 @triton.jit
+def inverse_rms(x, tail, EPS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """1 / RMS [rows, 1] of a head's rows, of the halves of its main and its tail tile (or None).
+
+    EPS is added to the mean square; None, as the result is then: the head is not normalised.
+    """
+    if EPS is None:
+        return None
+    else:
+        squares = sum_of_squares(x)
+        if tail is not None:
+            squares += sum_of_squares(tail)
+        return tl.rsqrt(squares / HEAD_DIM + EPS)[:, None]
+
+
+@triton.jit
+def sum_of_squares(x):
+    x1, x2 = x[0].to(tl.float32), x[1].to(tl.float32)
+    return tl.sum(x1 * x1 + x2 * x2, 1)
+
+
+@triton.jit
+def load_inverse_rms(x_ptr, stride, rows, row_mask, EPS: tl.constexpr, MAIN: tl.constexpr,
+                     TAIL: tl.constexpr, HEAD_DIM: tl.constexpr,
+                     ROTARY_DIM: tl.constexpr):  # fmt: skip
+    """inverse_rms of a head whose tiles are loaded one by one: again, from the cache."""
+    if EPS is None:
+        return None
+    else:
+        x = load_pairs(x_ptr, stride, rows, row_mask, 0, MAIN, HEAD_DIM, ROTARY_DIM)
+        tail = None
+        if TAIL > 0:
+            tail = load_pairs(x_ptr, stride, rows, row_mask, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
+        return inverse_rms(x, tail, EPS, HEAD_DIM)
+
+
+@triton.jit
+def normalized(x, inverse, weight_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+               HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
+    """The halves of columns FIRST .. FIRST + WIDTH by the inverse RMS and weights, in fp32; as they
+    are where there is none.
+    """
+    if inverse is None:
+        return x
+    else:
+        pair, first, distance = pair_columns(FIRST // 2, WIDTH // 2, HEAD_DIM, ROTARY_DIM)
+        mask = tile_mask(None, pair, (FIRST + WIDTH) // 2, HEAD_DIM // 2)
+        ptr = weight_ptr + first[None, :]
+        w1 = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+        w2 = tl.load(ptr + distance, mask=mask, other=0.0).to(tl.float32)
+        return x[0].to(tl.float32) * inverse * w1, x[1].to(tl.float32) * inverse * w2
+
+
+@triton.jit
 def rotated_columns(head, heads, FIRST: tl.constexpr, WIDTH: tl.constexpr):
     """Where in a row of rotated heads a head's tile of columns FIRST .. FIRST + WIDTH stands."""
     return FIRST * heads + head * WIDTH + tl.arange(0, WIDTH)
@@ -209,12 +262,12 @@ def load_rotary(x_ptr, stride, rows, row_mask, head, FIRST: tl.constexpr, WIDTH:
 
 
 @triton.jit
-def rotary_tile(x, cos, sin, ROTATE: tl.constexpr):
-    """A tile of Q or K in paired order, rotated."""
+def rotary_tile(x, cos, sin, ROTATE: tl.constexpr, DTYPE: tl.constexpr = None):
+    """A tile of Q or K in paired order, rotated; of DTYPE, or of that of its halves."""
     if ROTATE:
         y1, y2 = rotate_pairs(x, cos, sin)
         # Rounded last: of joined tiles Triton 3.6 makes no product where rotary_dim / 2 is odd.
-        return cast(tl.interleave(y1, y2), x[0].dtype)
+        return cast(tl.interleave(y1, y2), x[0].dtype if DTYPE is None else DTYPE)
     else:
         return x
 

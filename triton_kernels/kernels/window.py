@@ -9,9 +9,11 @@ import triton.language as tl
 from triton_kernels.kernels.tiles import (
     cast,
     dot,
+    inverse_rms,
     load_angles,
     load_columns,
     load_rotary,
+    normalized,
     padding_bounds,
     rotary_tile,
     segment_bounds,
@@ -26,13 +28,18 @@ NUMBERS = (
 )
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=("cu_seqlens_ptr",))
+# Their addresses may be any.
+POINTERS = ("cu_seqlens_ptr", "q_norm_ptr", "k_norm_ptr")
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def window_kernel(
-    # tensors
+    # tensors; norms' weights, None where what they are of is not normalised here
     q_ptr, k_ptr, v_ptr, out_ptr,
     cos_ptr, sin_ptr, cu_seqlens_ptr,
     # log-sum-exp of each row [heads, tokens], in powers of two; None: not wanted
     lse_ptr,
+    q_norm_ptr, k_norm_ptr,
     # sizes and scale
     tokens, segments, scale_log2,
     # strides, see ALIGNED; the last axis is contiguous
@@ -45,8 +52,11 @@ def window_kernel(
     MAIN: tl.constexpr, TAIL: tl.constexpr,
     # strides of q, k, v come in units of 8 elements, else of 1; the angles' in units of ANGLE_UNIT
     ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
-    # what is rotated here
+    # heads of K and V, each of which serves as many of Q's
+    K_HEADS: tl.constexpr,
+    # what is rotated here, and what is added to the mean squares of what is normalised here
     ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
+    Q_EPS: tl.constexpr, K_EPS: tl.constexpr,
     # rows of a tile, at least the longest segment
     BLOCK: tl.constexpr,
     # longer segments and padding are another launch's
@@ -59,6 +69,7 @@ def window_kernel(
     angle_stride = angle_stride * ANGLE_UNIT
     segment = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
+    k_head = head if K_HEADS == HEADS else head // (HEADS // K_HEADS)
     dtype = out_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK)
     out_stride = HEADS * HEAD_DIM
@@ -73,8 +84,8 @@ def window_kernel(
     # Offsets count from the segment's start and fit 32 bits; an empty segment may start at the end.
     first = tl.minimum(start, tokens - 1).to(tl.int64)
     q_ptr += first * q_stride + head.to(tl.int64) * q_head_stride * UNIT
-    k_ptr += first * k_stride + head.to(tl.int64) * k_head_stride * UNIT
-    v_ptr += first * v_stride + head.to(tl.int64) * v_head_stride * UNIT
+    k_ptr += first * k_stride + k_head.to(tl.int64) * k_head_stride * UNIT
+    v_ptr += first * v_stride + k_head.to(tl.int64) * v_head_stride * UNIT
     cos_ptr += first * angle_stride
     sin_ptr += first * angle_stride
 
@@ -82,15 +93,16 @@ def window_kernel(
         q_ptr, q_stride, loaded, None, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
     )
     k = load_rotary(
-        k_ptr, k_stride, loaded, None, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_K
+        k_ptr, k_stride, loaded, None, k_head, 0, MAIN, K_HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_K
     )
     if TAIL > 0:
         q_tail = load_rotary(
             q_ptr, q_stride, loaded, None, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
         )
         k_tail = load_rotary(
-            k_ptr, k_stride, loaded, None, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_K
-        )
+            k_ptr, k_stride, loaded, None, k_head, MAIN, TAIL, K_HEADS, HEAD_DIM, ROTARY_DIM,
+            ROTATE_K,
+        )  # fmt: skip
     # V before the products: loaded behind them, ptxas 12.8 gets the address of the second of two
     # products with V wrong; a test looks for that in the machine code.
     v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM)  # [BLOCK, MAIN]
@@ -111,11 +123,17 @@ def window_kernel(
     # Q and K are rotated outside the branch that multiplies them. Within one block of code the
     # compiler moves the layout of the product's operand up to the loads and converts q, cos and
     # sin through shared memory one by one: 130 registers a thread in place of 86.
-    q = rotary_tile(q, cos, sin, ROTATE_Q)  # [BLOCK, MAIN]
-    k = rotary_tile(k, cos, sin, ROTATE_K)  # [BLOCK, MAIN]
+    q_inverse = inverse_rms(q, q_tail if TAIL > 0 else None, Q_EPS, HEAD_DIM)
+    k_inverse = inverse_rms(k, k_tail if TAIL > 0 else None, K_EPS, HEAD_DIM)
+    q = normalized(q, q_inverse, q_norm_ptr, 0, MAIN, HEAD_DIM, ROTARY_DIM)
+    q = rotary_tile(q, cos, sin, ROTATE_Q, dtype)  # [BLOCK, MAIN]
+    k = normalized(k, k_inverse, k_norm_ptr, 0, MAIN, HEAD_DIM, ROTARY_DIM)
+    k = rotary_tile(k, cos, sin, ROTATE_K, dtype)  # [BLOCK, MAIN]
     if TAIL > 0:
-        q_tail = rotary_tile(q_tail, cos_tail, sin_tail, ROTATE_Q)  # [BLOCK, TAIL]
-        k_tail = rotary_tile(k_tail, cos_tail, sin_tail, ROTATE_K)  # [BLOCK, TAIL]
+        q_tail = normalized(q_tail, q_inverse, q_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
+        k_tail = normalized(k_tail, k_inverse, k_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
+        q_tail = rotary_tile(q_tail, cos_tail, sin_tail, ROTATE_Q, dtype)  # [BLOCK, TAIL]
+        k_tail = rotary_tile(k_tail, cos_tail, sin_tail, ROTATE_K, dtype)  # [BLOCK, TAIL]
 
     if (length > 0) & (length <= BLOCK):
         logits = dot(q, tl.trans(k))  # [BLOCK, BLOCK]

@@ -93,7 +93,7 @@ def attention_gradients(
     delta = torch.empty_like(lse)
     held = [*read, *kept, *written, delta]
     parts = _parts(qkv)
-    launch_rotations(plan.rotations, grad, held, parts, angles)
+    launch_rotations(plan.rotations, grad, held, parts, angles, [None, None])
     out, grad, lse, delta = (x.data_ptr() for x in (out, grad, lse, delta))
     q_grad, k_grad, v_grad = _parts(written)
     launch_kernel(plan.queries, held, (*parts, out, grad, lse, delta, q_grad, *last))

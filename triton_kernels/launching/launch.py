@@ -70,7 +70,7 @@ def launch_kernel(
     Args:
         call: what is launched.
         tensors: all that addresses lie in; of a packed one or of rotated rows at one of its parts.
-        addresses: what the kernel takes; None, of what it does not want.
+        addresses: what the kernel takes; None for a tensor that this one does without.
         described: what the call's tiles are of.
     """
     compiled = None if call.binary is None else call.binary.compiled

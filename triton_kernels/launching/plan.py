@@ -11,6 +11,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from triton_kernels.checks import Norms
 from triton_kernels.kernels.rotate import rotate_kernel
 from triton_kernels.kernels.softmax import is_online
 from triton_kernels.kernels.stream import stream_kernel
@@ -52,7 +53,7 @@ class TensorForm(NamedTuple):
 class Rotation(NamedTuple):
     """A rotation beforehand."""
 
-    call: Call  # on the tensor that is rotated, what it writes, cos and sin
+    call: Call  # on the tensor that is rotated, what it writes, cos, sin, its or both parts' norms
     first: int  # the place in (q, k) of what is rotated, or of the first of both
     shape: tuple[int, int, int]  # of what it writes, [tokens, one of Q and K or both, row]
 
@@ -64,11 +65,15 @@ class Plan(NamedTuple):
     shape: tuple[int, int, int]  # of the result, [tokens, heads, head_dim], as strides
     strides: tuple[int, int, int]
     rotations: tuple[Rotation, ...]  # of Q and K at once, of each, of K alone, or none
-    # What reads their results, on (q, k, v, out, cos, sin, cu_seqlens, lse) or, if it has tiles,
-    # which are of (q, k, v), on (out, cu_seqlens, lse).
+    # What reads their results, on (q, k, v, out, cos, sin, cu_seqlens, lse) and the norms of what is
+    # not rotated before or, if it has tiles, which are of (q, k, v), on (out, cu_seqlens, lse).
     attention: Call
     # What is launched behind it on the same result: of the segments that it leaves out.
     behind: "Plan | None" = None
+
+
+# What is added to the mean squares of Q's and of K's heads, None where they are not normalised.
+Eps = tuple[float | None, float | None]
 
 
 class Serving(NamedTuple):
@@ -91,6 +96,7 @@ def make_plan(
     fuse: str,
     batch_invariant: bool = False,
     keeps_lse: bool = False,
+    norms: Norms | None = None,
 ) -> Plan:
     """What is launched for a form of (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
 
@@ -101,9 +107,12 @@ def make_plan(
     behind Q's, so that one launch can rotate both. fuse: "qk", "q" or "none"; or "auto", if it is
     batch-invariant.
     """
+    eps = (None, None)
+    if norms is not None:
+        eps = tuple(None if weight is None else norms.eps for weight in norms[:2])
     if not batch_invariant:
         serving = Serving(max_seqlen, keeps_lse=keeps_lse)
-        return _plan(form, at_16, is_behind, source, serving, scale, fuse)
+        return _plan(form, at_16, is_behind, source, serving, scale, fuse, eps)
     *qkv, cos, _, _ = (TensorForm(*x) for x in form)
     limit = invariant_limit(qkv[0].dtype, qkv[0].shape[-1])
     rows = [n for x in qkv for n in (x.strides[0], x.strides[-2])]
@@ -113,7 +122,7 @@ def make_plan(
     def plan(serving: Serving, auto: str) -> Plan:
         meant = auto if fuse == "auto" else fuse
         serving = serving._replace(keeps_lse=keeps_lse)
-        return _plan(form, at_16, is_behind, source, serving, scale, meant)
+        return _plan(form, at_16, is_behind, source, serving, scale, meant, eps)
 
     if not aligned:  # the window kernel takes no others
         return plan(Serving(INVARIANT_LENGTH, INVARIANT_ROWS), "none")
@@ -133,15 +142,19 @@ def _plan(
     serving: Serving,
     scale: float,
     fuse: str,
+    eps: Eps,
 ) -> Plan:
     """What is launched of one attention kernel; fuse is not "auto"."""
     *qkv, cos, sin, cu_seqlens = (TensorForm(*x) for x in form)
     packed = len(qkv) == 1
     part = qkv[0].strides[1] * qkv[0].dtype.itemsize if packed else 0
     q, k, v = [part_of(qkv[0])] * 3 if packed else qkv
-    tokens, heads, head_dim = v.shape
-    q, k, rotations = rotate_first(q, k, cos, at_16, is_behind, source, serving, fuse)
-    attention = _attention((q, k, v, cos, sin, cu_seqlens), at_16, source, serving, scale, fuse)
+    tokens, heads, head_dim = q.shape
+    if fuse == "qk" and eps[1] is not None and not _fits_tile((q, k, v), cos, at_16, serving):
+        fuse = "q"  # the stream kernel would normalise every key for every block of queries
+    q, k, rotations = rotate_first(q, k, cos, at_16, is_behind, source, serving, fuse, eps)
+    read = q, k, v, cos, sin, cu_seqlens
+    attention = _attention(read, heads, at_16, source, serving, scale, fuse, eps)
     shape, strides = (tokens, heads, head_dim), (heads * head_dim, head_dim, 1)
     return Plan(part, shape, strides, rotations, attention)
 
@@ -155,16 +168,17 @@ def rotate_first(
     source: LaunchSource,
     serving: Serving,
     fuse: str,
+    eps: Eps = (None, None),
 ) -> tuple[TensorForm, TensorForm, tuple[Rotation, ...]]:
     """What is rotated beforehand, and the forms of Q and K behind it."""
     rotations = []
 
     def rotated(x: TensorForm, first: int, parts: int) -> TensorForm:
-        rotations.append(_rotation(x, cos, at_16, source, serving, first, parts))
+        rotations.append(_rotation(x, cos, at_16, source, serving, first, parts, eps[first]))
         tokens, _, row = rotations[-1].shape
         return x._replace(shape=torch.Size((tokens, row)), strides=(parts * row, 1))
 
-    if fuse == "none" and is_behind:
+    if fuse == "none" and is_behind and q.shape == k.shape and eps[0] == eps[1]:
         q = k = rotated(q, 0, 2)
     else:
         if fuse == "none":
@@ -178,6 +192,7 @@ def launch_plan(
     plan: Plan,
     tensors: Sequence[torch.Tensor],
     addresses: Sequence[int],
+    norms: Norms | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -186,6 +201,7 @@ def launch_plan(
     Args:
         plan: what is launched.
         tensors, addresses: of (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...), as in its form.
+        norms: those of the heads, if it is of any.
         out: the result, if there is one already.
         lse: log-sum-exp of each row [heads, tokens], in powers of two, if the plan keeps them.
     """
@@ -193,14 +209,18 @@ def launch_plan(
     # Triton launches on the current device, which need not be the tensors'.
     if attention.device is not None and attention.device != torch.cuda.current_device():
         with torch.cuda.device(attention.device):
-            return launch_plan(plan, tensors, addresses, out, lse)
+            return launch_plan(plan, tensors, addresses, norms, out, lse)
     x = tensors[0]
     held = [*tensors]  # until all is launched
+    weights = [None, None]
+    if norms is not None:
+        held += norms.given
+        weights = [None if weight is None else weight.data_ptr() for weight in norms[:2]]
     *qkv, cos, sin, cu_seqlens = addresses
     if part:
         qkv = [qkv[0], qkv[0] + part, qkv[0] + 2 * part]
     if rotations:
-        launch_rotations(rotations, x, held, qkv, (cos, sin))
+        launch_rotations(rotations, x, held, qkv, (cos, sin), weights)
     if out is None:
         out = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
     held.append(out)
@@ -211,8 +231,8 @@ def launch_plan(
     if attention.tiles:
         launch_kernel(attention, held, (out.data_ptr(), cu_seqlens, kept), qkv)
     else:
-        launch_kernel(attention, held, (*qkv, out.data_ptr(), cos, sin, cu_seqlens, kept))
-    return out if behind is None else launch_plan(behind, tensors, addresses, out, lse)
+        launch_kernel(attention, held, (*qkv, out.data_ptr(), cos, sin, cu_seqlens, kept, *weights))
+    return out if behind is None else launch_plan(behind, tensors, addresses, norms, out, lse)
 
 
 def launch_rotations(
@@ -221,18 +241,22 @@ def launch_rotations(
     held: list[torch.Tensor],
     qkv: list[int],
     angles: tuple[int, int],
+    weights: list[int | None],
 ) -> None:
     """Launch them on q, k and v at these addresses, of which those rotated become their results'.
 
-    held, to which results are added: what the addresses are of, all of x's dtype and device.
+    weights: addresses of Q's and K's norms, of which those that are done with become None. held, to
+    which results are added: what the addresses are of, all of x's dtype and device.
     """
     for call, first, written in rotations:
         rotated = torch.empty(written, dtype=x.dtype, device=x.device)
         held.append(rotated)
         address = rotated.data_ptr()
-        launch_kernel(call, held, (qkv[first], address, *angles))
+        second = weights[1] if written[1] == 2 else None
+        launch_kernel(call, held, (qkv[first], address, *angles, weights[first], second))
         for i in range(written[1]):
             qkv[first + i] = address + i * written[2] * x.itemsize
+            weights[first + i] = None
 
 
 def part_of(qkv: TensorForm) -> TensorForm:
@@ -249,8 +273,9 @@ def _rotation(
     serving: Serving,
     first: int,
     parts: int,
+    eps: float | None,
 ) -> Rotation:
-    """Rotation beforehand of so many of Q and K, of which x is the first."""
+    """Rotation beforehand of so many of Q and K, of which x is the first; eps None: no norm."""
     tokens, heads, head_dim = x.shape
     row = rotated_row(heads, head_dim)
     rows = [*x.strides[:2], parts * row, row]
@@ -260,32 +285,44 @@ def _rotation(
     programs = triton.cdiv(tokens, launch.block) * parts * triton.cdiv(heads, launch.block_k)
     split = head_split(head_dim)
     constants = (
-        heads, head_dim, 2 * cos.shape[1], *split, aligned, angle_unit, parts,
+        heads, head_dim, 2 * cos.shape[1], *split, aligned, angle_unit, parts, eps,
         launch.block, launch.block_k, can_warp_specialize(source),
     )  # fmt: skip
     call = make_call(rotate_kernel, programs, launch, (tokens, *strides), constants, x, aligned)
     return Rotation(call, first, (tokens, parts, row))
 
 
+def _fits_tile(qkv: tuple[TensorForm, ...], cos: TensorForm, at_16: bool, serving: Serving) -> bool:
+    """Whether the window kernel serves tensors as they come."""
+    _, _, head_dim = qkv[0].shape
+    aligned, *_ = in_units(_strides(qkv), cos, at_16)
+    return aligned and serving.max_seqlen <= window_limit(qkv[0].dtype, head_dim)
+
+
+def _strides(qkv: Sequence[TensorForm]) -> list[int]:
+    """Token and head strides; heads of a rotated row have places of their own."""
+    return [n for x in qkv for n in (x.strides[0], x.strides[1] if len(x.shape) == 3 else 0)]
+
+
 def _attention(
     read: tuple[TensorForm, ...],
+    heads: int,
     at_16: bool,
     source: LaunchSource,
     serving: Serving,
     scale: float,
     fuse: str,
+    eps: Eps,
 ) -> Call:
-    """Attention that reads (q, k, v, cos, sin, cu_seqlens).
+    """Attention that reads (q, k, v, cos, sin, cu_seqlens), q of so many heads.
 
     at_16: their addresses are aligned. fuse: "qk", or what is rotated already, K ("q") or both,
-    which are [tokens, row].
+    which are [tokens, row] and need no norm any more.
     """
     *qkv, cos, _, cu_seqlens = read
     x = qkv[-1]
-    tokens, heads, head_dim = x.shape
-    # Heads of a rotated row have places of their own.
-    rows = [n for x in qkv for n in (x.strides[0], x.strides[1] if len(x.shape) == 3 else 0)]
-    aligned, angle_unit, strides = in_units(rows, cos, at_16)
+    tokens, k_heads, head_dim = x.shape
+    aligned, angle_unit, strides = in_units(_strides(qkv), cos, at_16)
     segments = cu_seqlens.shape[0] - 1
     max_seqlen, looked_up, shortest, shared, keeps_lse = serving
     shape = x.dtype, head_dim, max_seqlen, looked_up or tokens * heads
@@ -297,7 +334,7 @@ def _attention(
         and is_warp_specialized(x.dtype, head_dim, max_seqlen, tokens, heads, source)
     ):
         numbers = tokens, segments, min(max_seqlen, tokens), scale * LOG2_E
-        constants = heads, head_dim, *split
+        constants = heads, head_dim, *split, k_heads
         programs = triton.cdiv(tokens, HOPPER_LAUNCH.block) * heads
         kernel, launch = hopper_stream_kernel, HOPPER_LAUNCH
         call = make_call(kernel, programs, launch, numbers, constants, x, aligned, keeps_lse)
@@ -314,9 +351,10 @@ def _attention(
         online = is_online(x.dtype, head_dim, max_seqlen)
         kernel, blocks = stream_kernel, (online, launch.block, launch.block_k, shortest)
     numbers = tokens, segments, scale * LOG2_E, *strides
+    q_eps, k_eps = eps if fuse == "qk" else (eps[0] if fuse == "q" else None, None)
     constants = (
-        heads, head_dim, 2 * cos.shape[1], *split, aligned, angle_unit,
-        fuse != "none", fuse == "qk", *blocks,
+        heads, head_dim, 2 * cos.shape[1], *split, aligned, angle_unit, k_heads,
+        fuse != "none", fuse == "qk", q_eps, k_eps, *blocks,
     )  # fmt: skip
     return make_call(kernel, programs, launch, numbers, constants, x, aligned, keeps_lse)
 
@@ -359,7 +397,8 @@ def make_call(
 ) -> Call:
     """A launch, of which x is one tensor; the dtypes of the others are to follow from its.
 
-    aligned: all tensors' rows are, see in_units. keeps_lse: the last address is not None.
+    aligned: all tensors' rows are, see in_units. keeps_lse: it takes the
+    log-sum-exps' address.
     """
     # A larger number is 64 bits wide to Triton, for which it compiles anew.
     known = aligned and max(numbers) < 2**31

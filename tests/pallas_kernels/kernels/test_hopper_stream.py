@@ -18,7 +18,7 @@ from pallas_kernels.launching import choose, launch, plan
 from pallas_kernels.launching.choose import ROW_UNIT, rotated_row, rows_of, tiles_fit
 from pallas_kernels.launching.compile import HAVE_MOSAIC
 from tests.hopper_contract import HopperContract
-from tests.kernel_cases import Case, assert_accurate, assert_same_bits, make_case
+from tests.kernel_cases import assert_accurate, assert_same_bits, make_case
 from tests.kernel_contract import CUTS, STREAM, KernelContract
 from tests.kernel_stress_contract import StressContract, late_logits
 from tests.pallas_kernels.adapter import ON_CPU, JaxAdapter, jitted
@@ -44,7 +44,7 @@ def interpret(monkeypatch):
     attend, rotate = plan.attend, plan.rotate_by_xla
 
     def attend_forced(qkv, *rest, fuse, interpret, **options):
-        tokens, _, heads, head_dim = (v := qkv[-1]).shape
+        tokens, _, heads, head_dim = (v := qkv[-1]).shape  # V's tiles are what has to fit
         forced = fuse == "none" and takes(v.dtype, head_dim, None, tokens, heads)
         return attend(qkv, *rest, fuse=fuse, interpret=interpret and not forced, **options)
 
@@ -87,10 +87,15 @@ def widened(case):
     cu_seqlens = case.cu_seqlens.astype(np.int64)
     moved = np.where(cu_seqlens >= 0, np.minimum(cu_seqlens + rows, 2**31 - 1), cu_seqlens)
     angles = ((rows, 0), (0, 0))
-    return Case(
-        np.pad(case.qkv, ((rows, 0), (0, 0), (0, 0), (0, width - head_dim))),
-        np.pad(case.cos, angles), np.pad(case.sin, angles), moved.astype(np.int32),
-    )  # fmt: skip
+    if case.norms:  # whose mean is over all columns
+        width = head_dim
+    return dataclasses.replace(
+        case,
+        qkv=np.pad(case.qkv, ((rows, 0), (0, 0), (0, 0), (0, width - head_dim))),
+        cos=np.pad(case.cos, angles),
+        sin=np.pad(case.sin, angles),
+        cu_seqlens=moved.astype(np.int32),
+    )
 
 
 class Forced(JaxAdapter):
@@ -131,9 +136,13 @@ LONG = {"max_seqlen": STREAM}
         ("every_head_dim", [{"head_dim": head_dim} for head_dim in (72, 96, 128)]),
         ("every_dtype", [{"dtype": "float16", "head_dim": 80, "fuse": "none"}]),
         ("every_fusion_packed_equals_separate", [{"fuse": "none"}]),
+        ("grouped_queries_and_norms", [
+            {"fuse": "none", "head_dim": 72, "rotary_dim": None, "dtype": "bfloat16", "heads": 4,
+             "group": 2, "norms": "qk"},
+        ]),
         ("segments_of_every_kind", [{"cu_seqlens": values} for values in CUTS.values()]),
         ("rows_of_a_longer_segment_are_right_or_nan", [
-            {"max_seqlen": 9, "dtype": "float16", "atol": 4e-3}
+            {"max_seqlen": 9, "dtype": "float16", "atol": 4e-3, "further": {}}
         ]),
         ("a_broken_segment_breaks_no_other", [{"value": x} for x in (np.nan, np.inf, -np.inf)]),
         ("any_cu_seqlens_is_safe", [{"dtype": "bfloat16"}]),
@@ -219,7 +228,7 @@ def test_groups_of_warps_do_not_race(monkeypatch, anew):
 @functools.partial(jax.jit, static_argnums=3)
 def run(q_k, v, cu_seqlens, parts):
     q, k = q_k if isinstance(q_k, tuple) else (q_k, q_k)
-    return launch.run_hopper_stream(q, k, v, cu_seqlens, parts, 0.1, 128)
+    return launch.run_hopper_stream(q, k, v, cu_seqlens, v.shape[2], parts, 0.1, 128)
 
 
 def lower(tokens, heads, head_dim, dtype="bfloat16", packed=True):

@@ -38,11 +38,11 @@ def gpu(request, monkeypatch):
 
 def lower(
     head_dim=80, rotary_dim=None, dtype=jnp.bfloat16, packed=True, heads=HEADS, tokens=TOKENS,
-    through=lambda function: function, **options,
+    k_heads=None, norms="", through=lambda function: function, **options,
 ):  # fmt: skip
     """The module that JAX would give to a GPU's compiler, as text.
 
-    through: makes what is lowered of the function.
+    norms: of what, as letters. through: makes what is lowered of the function.
     """
     angles = jax.ShapeDtypeStruct((tokens, (rotary_dim or head_dim) // 2), jnp.float32)
     cu_seqlens = jax.ShapeDtypeStruct((SEGMENTS + 1,), jnp.int32)
@@ -51,11 +51,13 @@ def lower(
         qkv = (jax.ShapeDtypeStruct((tokens, 3, heads, head_dim), dtype),)
     else:
         function = pallas_kernels.fused_rope_attention
-        qkv = (jax.ShapeDtypeStruct((tokens, heads, head_dim), dtype),) * 3
+        counts = heads, k_heads or heads, k_heads or heads
+        qkv = tuple(jax.ShapeDtypeStruct((tokens, n, head_dim), dtype) for n in counts)
+    weights = {f"{name}_norm": jax.ShapeDtypeStruct((head_dim,), dtype) for name in norms}
     function = functools.partial(function, **{"implementation": "kernel"} | options)
     function = jax.jit(through(function))
     with cuda_device():
-        traced = function.trace(*qkv, angles, angles, cu_seqlens)
+        traced = function.trace(*qkv, angles, angles, cu_seqlens, **weights)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -142,6 +144,25 @@ def test_partial_rotation(head_dim, rotary_dim):
 @pytest.mark.parametrize("heads", [1, 7, 12])
 def test_any_number_of_heads(heads):
     assert kernels(lower(heads=heads, packed=False, max_seqlen=64)) == 1
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "max_seqlen", "fuse", "norms", "count"),
+    [
+        (80, None, 64, "qk", "qk", 1),
+        (72, 36, 64, "qk", "k", 1),
+        (80, None, STREAM, "none", "qk", 3),
+        (80, 70, STREAM, "q", "q", 2),
+        (64, None, STREAM, "qk", "qk", 2),  # K is normalised beforehand
+        (80, None, STREAM, "qk", "", 1),
+    ],
+)
+def test_groups_and_norms(head_dim, rotary_dim, max_seqlen, fuse, norms, count):
+    options = {"max_seqlen": max_seqlen, "fuse": fuse, "norms": norms}
+    assert kernels(lower(head_dim, rotary_dim, packed=False, k_heads=4, **options)) == count
+    if max_seqlen == STREAM and fuse == "none":  # both parts by one launch, but for one norm alone
+        for norms, count in (("qk", 2), ("q", 3)):
+            assert kernels(lower(head_dim, **options | {"norms": norms})) == count
 
 
 @pytest.mark.parametrize(("fuse", "max_seqlen"), [("qk", WINDOW), ("none", STREAM)])
