@@ -309,7 +309,7 @@ class KernelGradientContract(GradientContract):
         weights = weights_for(case)
         [found] = self.gradients(case, weights, packed=True, angles=False, max_seqlen=128)
         assert (found[case.padding] == 0).all()
-        right = kernel_cases.gradients(case, weights)
+        right = packed_gradients(case, weights)
         for start, end in case.segments:  # each, however small its gradients are
             if end > start:
                 # A single token's are 0 in q and k, but for rounding.

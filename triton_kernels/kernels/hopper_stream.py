@@ -221,8 +221,8 @@ def clear_padding(out_ptr, lse_ptr, visited, GROUP: gl.constexpr, HEADS: gl.cons
 
 
 @gluon.jit
-def attend_again(q, k, v, again, descs, out_ptr, lse_ptr, visited, k_head, misfits, tile, scale_log2,
-                 GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+def attend_again(q, k, v, again, descs, out_ptr, lse_ptr, visited, k_head, misfits, tile,
+                 scale_log2, GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
                  MAIN: gl.constexpr, TAIL: gl.constexpr, K_HEADS: gl.constexpr):  # fmt: skip
     """Rows that their reference does not fit, once all groups have read all tiles."""
     _, _, first_segment, last_segment, block_start = visited

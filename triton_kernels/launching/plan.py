@@ -65,8 +65,8 @@ class Plan(NamedTuple):
     shape: tuple[int, int, int]  # of the result, [tokens, heads, head_dim], as strides
     strides: tuple[int, int, int]
     rotations: tuple[Rotation, ...]  # of Q and K at once, of each, of K alone, or none
-    # What reads their results, on (q, k, v, out, cos, sin, cu_seqlens, lse) and the norms of what is
-    # not rotated before or, if it has tiles, which are of (q, k, v), on (out, cu_seqlens, lse).
+    # What reads their results, on (q, k, v, out, cos, sin, cu_seqlens, lse) and the norms of what
+    # is not rotated before or, if it has tiles, which are of (q, k, v), on (out, cu_seqlens, lse).
     attention: Call
     # What is launched behind it on the same result: of the segments that it leaves out.
     behind: "Plan | None" = None
