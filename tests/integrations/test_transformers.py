@@ -150,6 +150,16 @@ def test_the_default_device_does_not_matter(family):
     assert all(map(torch.equal, results, expected))
 
 
+def test_a_plan_is_for_later_calls_too():
+    """Whatever modes the first is made in; and its bound for frames of other lengths."""
+    geometry = plan.Geometry(2, 112, 14, None, of_clips=False)
+    plan._plan.cache_clear()
+    with torch.inference_mode():
+        found = plan._plan(geometry, ((1, 30, 30),), torch.device("cpu"))
+    assert found["longest_frame"] == 1024
+    assert not any(x.is_inference() for x in found.values() if isinstance(x, torch.Tensor))
+
+
 @every_family
 def test_a_size_is_planned_once(family):
     tower = accelerate(make_tower(family))
