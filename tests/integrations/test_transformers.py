@@ -150,14 +150,13 @@ def test_the_default_device_does_not_matter(family):
     assert all(map(torch.equal, results, expected))
 
 
-def test_a_plan_is_for_later_calls_too():
-    """Whatever modes the first is made in; and its bound for frames of other lengths."""
+def test_a_plan_has_one_bound_for_frames_of_many_lengths():
     geometry = plan.Geometry(2, 112, 14, None, of_clips=False)
-    plan._plan.cache_clear()
-    with torch.inference_mode():
-        found = plan._plan(geometry, ((1, 30, 30),), torch.device("cpu"))
-    assert found["longest_frame"] == 1024
-    assert not any(x.is_inference() for x in found.values() if isinstance(x, torch.Tensor))
+    longest = [
+        plan._plan(geometry, ((1, side, side),), torch.device("cpu"))["longest_frame"]
+        for side in (28, 30, 32, 34)
+    ]
+    assert longest == [1024, 1024, 1024, 2048]
 
 
 @every_family
