@@ -278,13 +278,6 @@ def test_gradients_of_an_aligned_tower(aligned, trained):
         assert relative_error(result, expected[name]) < 1e-4, name
 
 
-def test_parameters_of_two_dtypes_are_refused_as_without_it(aligned):
-    layer = accelerate(make_tower("qwen2_5").bfloat16()).blocks[0].mlp
-    layer.up_proj.half()
-    with pytest.raises(RuntimeError, match="dtype"):
-        layer(torch.zeros(8, 64, dtype=torch.bfloat16, device=DEVICE))
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_what_is_misaligned_follows_from_the_product_s_dtype(monkeypatch, autocast):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: autocast)
@@ -340,6 +333,21 @@ def test_operands_have_rows_filled_up_with_zeros(dtype, tokens, channels, width,
     exact = nn.functional.silu(gate) * up
     # Rounded once.
     assert relative_error(hidden[:, :width].double(), exact) < torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("i", range(6))
+@pytest.mark.usefixtures("aligned")
+def test_each_address_counts_where_16_bytes_are_read_at_once(monkeypatch, i):
+    """Descriptors are of addresses at 16 bytes; what else begins elsewhere has no known binary."""
+    launched = []
+    monkeypatch.setattr(mlp, "launch_kernel", lambda *arguments: launched.append(arguments))
+    sizes = (6, 64), (84, 64), (84,), (84, 64), (84,), (64, 84)
+    operands = [torch.zeros(size, dtype=torch.bfloat16, device=DEVICE) for size in sizes]
+    operands[i] = torch.cat([operands[i].flatten()[:1], operands[i].flatten()])[1:].view(sizes[i])
+    mlp._aligned_operands(*operands)
+    [(call, _, _, described)] = launched
+    assert [address % 16 for address in described] == [0] * 4
+    assert (call.binary is None) == (i in (2, 4, 5))  # a bias, or the weight
 
 
 @pytest.mark.usefixtures("aligned")

@@ -150,6 +150,15 @@ def test_the_default_device_does_not_matter(family):
     assert all(map(torch.equal, results, expected))
 
 
+def test_a_plan_has_one_bound_for_frames_of_many_lengths():
+    geometry = plan.Geometry(2, 112, 14, None, of_clips=False)
+    longest = [
+        plan._plan(geometry, ((1, side, side),), torch.device("cpu"))["longest_frame"]
+        for side in (28, 30, 32, 34)
+    ]
+    assert longest == [1024, 1024, 1024, 2048]
+
+
 @every_family
 def test_a_size_is_planned_once(family):
     tower = accelerate(make_tower(family))

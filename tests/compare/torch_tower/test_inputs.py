@@ -111,6 +111,14 @@ def test_a_layout_is_uploaded_once_and_not_behind_what_the_gpu_has_to_do(monkeyp
         assert vars(found)[name].tolist() == array.tolist()
 
 
+def test_free_memory_is_what_pytorch_keeps_for_later_too(monkeypatch):
+    answers = {"memory_reserved": 50, "memory_allocated": 30, "mem_get_info": (100, 200)}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer)
+    assert torch_device.free_memory(torch.device("cuda", 0)) == 100 + 50 - 30
+    assert torch_device.free_memory(torch.device("cpu")) is None
+
+
 def test_a_layout_is_copied_for_each_stream(monkeypatch):
     """Another would not wait for the transfer."""
     held = SimpleNamespace(to=lambda device, non_blocking: object())

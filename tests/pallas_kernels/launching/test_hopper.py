@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 import pallas_kernels
 from compare.stress.inputs import ON_GPU, draw
 from compare.stress.launched import WARP_SPECIALIZED, in_jax
-from pallas_kernels.launching import choose, plan
-from pallas_kernels.launching.compile import HAVE_MOSAIC
+from pallas_kernels.launching import choose, devices, plan
+from pallas_kernels.launching.compile import HAVE_MOSAIC, compiling_by
 from pallas_kernels.launching.table import Table
 from tests.kernel_cases import assert_accurate, make_case
 
@@ -104,6 +104,23 @@ def test_batch_invariant_calls_go_without_it(on, monkeypatch, batch_invariant):
     assert len(launched) == (not batch_invariant)
     monkeypatch.setattr(choose, "HAVE_TRITON", False)  # then nothing else serves them
     assert choose.has_kernel(**SHAPE, **options) == (not batch_invariant)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "have"),
+    [((), True), (("8.0",), True), (("7.5",), False), (("9.0", "7.5"), False), (("10.0",), True)],
+)
+def test_the_kernels_are_for_tensor_cores_of_bf16(monkeypatch, capabilities, have):
+    gpus = tuple(SimpleNamespace(compute_capability=c) for c in capabilities)
+    monkeypatch.setattr(devices, "local_gpus", lambda: gpus)
+    assert devices.have_tensor_cores() == have
+
+
+def test_a_gpu_whose_kernels_xla_compiles_has_launches_of_its_own(monkeypatch):
+    one = SimpleNamespace(device_kind="H", compute_capability="9.0")
+    monkeypatch.setattr(choose, "local_gpu", lambda: one)
+    with compiling_by("xla"):
+        assert choose.gpu() == ("H by XLA", "9.0 by XLA")
 
 
 def test_launches_of_a_table_may_be_without_it(on):
