@@ -100,7 +100,7 @@ def _attend(
     tokens, _, heads, head_dim = v.shape
     shape = v.dtype, head_dim, serving.max_seqlen, tokens, heads
     # Of batch-invariant calls none is, as that is for calls that fill a GPU.
-    may_be = fuse == "none" and not interpret and serving.rows is None and not keeps_lse
+    may_be = fuse == "none" and not interpret and serving.rows is None
     warp_specialized = may_be and is_warp_specialized(*shape)
     rows = rows_of(tokens) if warp_specialized else tokens
     rotate = (
@@ -120,7 +120,7 @@ def _attend(
     parts, scale_log2 = (q_part, k_part, v_part), scale * LOG2_E
     if warp_specialized:
         guess = min(serving.max_seqlen, tokens)
-        return (run_hopper_stream(q, k, v, cu_seqlens, parts, scale_log2, guess),)
+        return run_hopper_stream(q, k, v, cu_seqlens, parts, scale_log2, guess, keeps_lse)
     read = q, k, v, cos, sin, cu_seqlens
     return _attention(read, parts, scale_log2, serving, fuse, interpret, keeps_lse, written)
 
