@@ -120,14 +120,14 @@ def _save(ctx: Any, inputs: tuple, output: torch.Tensor | tuple[torch.Tensor, ..
     kept = output if isinstance(output, tuple) else ()
     ctx.mark_non_differentiable(*kept[1:])
     ctx.save_for_backward(*tensors, cu_seqlens, *kept)
+    ctx.tensors = len(tensors)
     ctx.max_seqlen, ctx.scale, ctx.implementation = max_seqlen, scale, implementation
 
 
 def _backward(ctx: Any, grad: torch.Tensor, *_lse: None) -> tuple[torch.Tensor | None, ...]:
-    inputs = len(ctx.needs_input_grad) - 5
-    *tensors, cu_seqlens = ctx.saved_tensors[:inputs]
-    kept = list(ctx.saved_tensors[inputs:])
-    needed = list(ctx.needs_input_grad[: len(tensors)])
+    tensors = ctx.saved_tensors[: ctx.tensors]
+    cu_seqlens, *kept = ctx.saved_tensors[ctx.tensors :]
+    needed = list(ctx.needs_input_grad[: ctx.tensors])
     if torch.is_grad_enabled():  # create_graph=True: what is computed here is differentiated again
         tensors = [x.view_as(x) for x in tensors]  # none of these is computed from another
         found = _pull(grad, tensors, cu_seqlens, ctx.scale, needed, create_graph=True)

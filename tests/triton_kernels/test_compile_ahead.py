@@ -135,7 +135,11 @@ def test_all_loads_of_a_tower_s_window_are_in_flight_at_once(compiled):
 
 
 def test_the_warp_specialized_kernel_stores_16_bytes_at_once(compiled):
-    hopper = [r for r in compiled if r["kernel"] == "hopper_stream_kernel"]
+    # But for log-sum-exps, a number a row.
+    hopper = [
+        r for r in compiled
+        if r["kernel"] == "hopper_stream_kernel" and not r["keeps_lse"]
+    ]  # fmt: skip
     assert hopper
     assert [r for r in hopper if r["narrow_stores"]] == []
 
