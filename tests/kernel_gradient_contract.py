@@ -179,6 +179,17 @@ class GradientContract:
         assert relative_rms(found, packed_gradients(case, weights)) < 1e-4
 
     @both_kernels
+    def test_gradients_of_logits_far_below_0(self, max_seqlen):
+        """A key that is none would have a logit of 0, whose exponential overflows beside these."""
+        case = make_case((9, 14), head_dim=16, dtype="float32")
+        case.cos[:], case.sin[:] = 1, 0
+        case.qkv[:, 0] = np.abs(case.qkv[:, 0]) + 10
+        case.qkv[:, 1] = -np.abs(case.qkv[:, 1]) - 10
+        weights = weights_for(case)
+        [found] = self.gradients(case, weights, packed=True, angles=False, max_seqlen=max_seqlen)
+        assert relative_rms(found, kernel_cases.gradients(case, weights)) < 1e-4
+
+    @both_kernels
     def test_gradients_are_the_same_bits_every_time(self, max_seqlen):
         case = make_case((9, 14), head_dim=24)
         first, again = (

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# NVIDIA's compute-sanitizer over the contracts of the attention's kernels, of those of its gradients
-# and of the MLP's, compiled on
-# this machine's GPU: accesses outside of allocations (memcheck), races on shared memory
-# (racecheck), reads of memory that nobody wrote (initcheck). Fails on the first tool that finds
-# anything. Of the warp-specialized kernels, on a Hopper GPU, the tools see what threads access; the
-# copy engine's accesses, which its descriptors bound, and the tensor cores' are no thread's.
+# NVIDIA's compute-sanitizer over the contracts of the attention's kernels, of its gradients' and of
+# the MLP's, compiled on this machine's GPU: accesses outside of allocations (memcheck), races on
+# shared memory (racecheck), reads of memory that nobody wrote (initcheck). Fails on the first tool
+# that finds anything. Of the warp-specialized kernels, on a Hopper GPU, the tools see what threads
+# access; the copy engine's accesses, which its descriptors bound, and the tensor cores' are no
+# thread's.
 #
 #   tests/sanitize.sh [TOOL...]       PYTHON and COMPUTE_SANITIZER name the programs
 set -euo pipefail

@@ -131,14 +131,14 @@ def _call(tensors: tuple[torch.Tensor, ...], options: Options, norms: Norms | No
     operator = getattr(torch.ops.fused_rope_attention, name + waits)
     options = _bound(max_seqlen), scale, fuse, implementation, batch_invariant
     if norms is None:
-        if not waits and _keeps_lse(tensors, max_seqlen):
+        if not waits and _keeps_lse(tensors, max_seqlen, implementation):
             operator = getattr(torch.ops.fused_rope_attention, f"{name}_with_lse")
             return operator.default(*tensors, *options)[0]
         return operator.default(*tensors, *options)
     return operator.default(*tensors, *options, norms.q, norms.k, float(norms.eps))
 
 
-def _keeps_lse(tensors: tuple[torch.Tensor, ...], max_seqlen: int) -> bool:
+def _keeps_lse(tensors: tuple[torch.Tensor, ...], max_seqlen: int, implementation: str) -> bool:
     """Whether a call keeps its log-sum-exps: kernels are to compute gradients of long segments.
 
     Those in cos or sin are the reference's. An exported program is mostly for inference.
@@ -148,7 +148,9 @@ def _keeps_lse(tensors: tuple[torch.Tensor, ...], max_seqlen: int) -> bool:
         return False
     if torch.compiler.is_exporting():
         return False
-    if cos.requires_grad or sin.requires_grad or not (qkv[0].is_cuda or INTERPRETED):
+    if cos.requires_grad or sin.requires_grad:
+        return False
+    if implementation == "auto" and not qkv[0].is_cuda:  # which is the reference
         return False
     return surely(needs_lse(qkv[0].dtype, qkv[0].shape[-1], max_seqlen))
 

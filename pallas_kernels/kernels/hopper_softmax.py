@@ -38,8 +38,10 @@ def visit_segment(
     q_tiles: tuple[Ref, ...], k: Operand, v: Operand, ping_pong: Ref | None, p_tile: Ref | None,
     # number of the segment's first tile
     tile: Scalar, keys: Keys, scale_log2: float, group: Scalar,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Over a segment's keys, by one reference a row: sums of the probabilities, and of V by these.
+
+    The first returned is what was subtracted from a row's scaled logits.
 
     The product of a tile's probabilities and V is computed together with the logits of the next,
     and groups play ping-pong with these: while one multiplies, the other takes exponentials.
@@ -100,7 +102,7 @@ def visit_segment(
         mosaic.barrier_arrive(v.empty.at[last])
         return jnp.sum(row_sums, axis=1), acc_ref[...]
 
-    return pl.run_scoped(over_keys, accumulator(width))
+    return reference, *pl.run_scoped(over_keys, accumulator(width))
 
 
 def uses_ping_pong(main: int, tail: int) -> bool:
@@ -123,8 +125,11 @@ def ping_pong_arrive(ping_pong: Ref | None, group: Scalar) -> None:
 def visit_online(
     q_tiles: tuple[Ref, ...], k: Operand, v: Operand, again: Ref, p_tile: Ref | None,
     keys: Keys, group: Scalar, scale_log2: float,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The same by online softmax, of tiles that the group loads itself, one after the other."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """The same by online softmax, of tiles that the group loads itself, one after the other.
+
+    The first returned is not scaled.
+    """
     width = v.tiles[0].shape[-1]
 
     def visit(i: Scalar, carried: tuple) -> tuple:
@@ -155,8 +160,7 @@ def visit_online(
     row_max = filled((ROWS,), -jnp.inf, ROW)
     row_sum = filled((ROWS,), 0.0, ROW)
     acc = filled((ROWS, width), 0.0, SUMS)
-    _, row_sum, acc = lax.fori_loop(0, keys.tiles, visit, (row_max, row_sum, acc))
-    return row_sum, acc
+    return lax.fori_loop(0, keys.tiles, visit, (row_max, row_sum, acc))
 
 
 def clear_rows(tile: Ref, low: Scalar, high: Scalar) -> None:

@@ -58,9 +58,12 @@ def hopper_stream_kernel(
     # q and k are [rows, parts * row], v is [rows, parts * heads * head_dim], with rows by eights,
     # and the result [tokens, heads * head_dim]
     q_ref: Ref, k_ref: Ref, v_ref: Ref, cu_seqlens_ref: Ref, out_ref: Ref,
-    # in shared memory: tiles of Q, K (main and tail) and V, each group's result and its misfits
+    # log-sum-exp of each row, in powers of two, and BLOCK rows of each program; None: not wanted
+    lse_ref: Ref | None,
+    # in shared memory: tiles of Q, K (main and tail) and V, each group's result, its misfits and
+    # its log-sum-exps
     q_tiles: tuple[Ref, ...], k_tiles: tuple[Ref, ...], v_tiles: tuple[Ref, ...],
-    out_tiles: Ref, misfits_ref: Ref,
+    out_tiles: Ref, misfits_ref: Ref, lse_tiles: Ref | None,
     # barriers: see Operand; have all groups read all tiles; what each group loads itself; the
     # groups' ping-pong
     q_full: Ref, k_full: Ref, k_empty: Ref, v_full: Ref, v_empty: Ref,
@@ -114,10 +117,11 @@ def hopper_stream_kernel(
     def computing() -> None:
         mosaic.set_max_registers(REGISTERS, action="increase")
         out_tile = out_tiles.at[group]
+        lse_tile = None if lse_tiles is None else lse_tiles.at[group]
         p_tile = None if p_tiles is None else p_tiles.at[group]
         attend_rows(
-            q, k, v, all_read, again, ping_pong, out_tile, misfits_ref, p_tile, visited, group,
-            v_shift, scale_log2,
+            q, k, v, all_read, again, ping_pong, out_tile, misfits_ref, lse_tile, p_tile, visited,
+            group, v_shift, scale_log2,
         )  # fmt: skip
         mosaic.commit_smem()
         rows = pl.ds(block_start + group * ROWS, ROWS)
@@ -125,6 +129,9 @@ def hopper_stream_kernel(
         for i in range(pieces):
             columns = pl.ds(head * head_dim + i * width, width)
             mosaic.copy_smem_to_gmem(out_tile.at[i], out_ref.at[rows, columns])
+        if lse_tile is not None:
+            first = lax.axis_index("program") * BLOCK + group * ROWS
+            mosaic.copy_smem_to_gmem(lse_tile, lse_ref.at[pl.ds(first, ROWS)])
         # Until they have been read: a kernel ends when all has been written.
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -186,7 +193,7 @@ def load_tiles(q: Operand, k: Operand, v: Operand, all_read: Ref, visited: Visit
 def attend_rows(
     q: Operand, k: Operand, v: Operand, all_read: Ref, again: Ref, ping_pong: Ref | None,
     # the group's tile [pieces, ROWS, columns], and all groups' rows [GROUPS, ROWS]
-    out_tile: Ref, misfits_ref: Ref, p_tile: Ref | None,
+    out_tile: Ref, misfits_ref: Ref, lse_tile: Ref | None, p_tile: Ref | None,
     visited: Visited, group: Scalar,
     # columns before the head's in tiles of V; None: never any
     v_shift: Scalar | None,
@@ -197,6 +204,8 @@ def attend_rows(
     token = visited.block_start + group * ROWS + iota((ROWS,), 0, ROW)
     for i in range(out_tile.shape[0]):  # of tokens of no segment
         out_tile[i] = filled(out_tile.shape[1:], 0, SUMS, out_tile.dtype)
+    if lse_tile is not None:
+        lse_tile[...] = filled((ROWS,), 0.0, ROW)
     mosaic.barrier_wait(q.full.at[group])
     # Group 0 multiplies first, and also waits for what is left after all tiles: a barrier has to be
     # waited for as often as it was completed.
@@ -205,12 +214,14 @@ def attend_rows(
     def attend(segment: Scalar, carried: tuple) -> tuple:
         tile, misfits = carried
         keys = keys_of(visited, segment)
-        row_sum, acc = visit_segment(
+        reference, row_sum, acc = visit_segment(
             q_tiles, k, v, ping_pong, p_tile, tile, keys, scale_log2, group
         )
         out = divided(row_sum, acc, v_shift, out_tile)
         mask = (token >= keys.start) & (token < keys.end)
         store_rows(out_tile, mask, out)  # also rows that do not fit, which are written over later
+        if lse_tile is not None:
+            store_numbers(lse_tile, mask, reference + jnp.log2(row_sum))
         fits = reference_fits(row_sum, out, None, out_tile.dtype)
         return tile + keys.tiles, jnp.where(fits, misfits, jnp.where(mask, 1, misfits))
 
@@ -231,10 +242,14 @@ def attend_rows(
         @pl.loop(*segments)
         def attend_online(segment: Scalar) -> None:
             keys = keys_of(visited, segment)
-            row_sum, acc = visit_online(q_tiles, k, v, again, p_tile, keys, group, scale_log2)
+            row_max, row_sum, acc = visit_online(
+                q_tiles, k, v, again, p_tile, keys, group, scale_log2
+            )
             again_rows = mosaic.load(misfits_ref.at[group], layout=ROW, optimized=False)
             mask = (token >= keys.start) & (token < keys.end) & (again_rows > 0)
             store_rows(out_tile, mask, divided(row_sum, acc, v_shift, out_tile))
+            if lse_tile is not None:
+                store_numbers(lse_tile, mask, row_max * scale_log2 + jnp.log2(row_sum))
 
 
 def divided(row_sum: jax.Array, acc: jax.Array, v_shift: Scalar | None, out_tile: Ref) -> jax.Array:
@@ -252,3 +267,8 @@ def store_rows(out_tile: Ref, mask: jax.Array, out: jax.Array) -> None:
     for i in range(pieces):
         x = out[:, i * columns : (i + 1) * columns].astype(out_tile.dtype)
         out_tile[i] = jnp.where(by_rows(mask, x), x, out_tile[i])
+
+
+def store_numbers(tile: Ref, mask: jax.Array, numbers: jax.Array) -> None:
+    """Write a number for each of some rows."""
+    tile[...] = jnp.where(mask, numbers, mosaic.load(tile, layout=ROW, optimized=False))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_kernels.kernels.tiles import Ref
 from pallas_kernels.launching.choose import BLOCK, COLUMN_UNIT, head_split, rows_of
 from pallas_kernels.launching.compile import compiler_params
 from pallas_kernels.launching.table import Launch
@@ -86,8 +87,9 @@ def run_hopper_stream(
     parts: tuple[int, int, int],
     scale_log2: float,
     max_seqlen: int,
+    keeps_lse: bool = False,
     interpret: bool = False,
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     """Attention by the warp-specialized kernel, of arrays that `choose.tiles_fit` names.
 
     Args:
@@ -99,10 +101,12 @@ def run_hopper_stream(
         parts: which of them q, k and v are.
         scale_log2: scale times log2(e).
         max_seqlen: what most segments' length is guessed to be.
+        keeps_lse: whether log-sum-exps are written, for a backward pass.
         interpret: in Pallas' interpreter.
 
     Returns:
-        [tokens, heads, head_dim]
+        [tokens, heads, head_dim] and, if they are kept, the log-sum-exp of each row
+        [heads, tokens], in powers of two.
     """
     # Here, as not every version of JAX has it.
     from jax.experimental.pallas import mosaic_gpu as mosaic
@@ -134,15 +138,25 @@ def run_hopper_stream(
     # Under shard_map the result varies over the mesh axes that any operand varies over, which the
     # backend is not told of.
     vary = vary_as(q, k, v, cu_seqlens)
+    programs = pl.cdiv(tokens, BLOCK) * heads
+    results = [jax.ShapeDtypeStruct((tokens, heads * head_dim), v.dtype)]
+    if keeps_lse:
+        results.append(jax.ShapeDtypeStruct((programs * BLOCK,), jnp.float32))
+
+    def body(q: Ref, k: Ref, v: Ref, cu_seqlens: Ref, *others: Ref) -> None:
+        out, *lse = others[: len(results)]
+        kernel(q, k, v, cu_seqlens, out, lse[0] if lse else None, *others[len(results) :])
+
     call = mosaic.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((tokens, heads * head_dim), v.dtype),
+        body,
+        out_type=tuple(results),
         scratch_types=(
             tuple(shared((GROUPS, ROWS, columns)) for columns in split),
             tuple(shared((STAGES, KEYS, columns)) for columns in split),
             (shared((STAGES, KEYS, width)),),
             shared((GROUPS, head_dim // piece, ROWS, piece)),
             mosaic.SMEM((GROUPS, ROWS), jnp.int32),
+            mosaic.SMEM((GROUPS, ROWS), jnp.float32) if keeps_lse else None,
             mosaic.Barrier(num_arrivals=copies, num_barriers=GROUPS),
             mosaic.Barrier(num_arrivals=copies, num_barriers=STAGES),
             mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
@@ -154,7 +168,7 @@ def run_hopper_stream(
             # The interpreter multiplies by nothing but shared memory.
             shared((GROUPS, ROWS, KEYS)) if interpret else None,
         ),
-        grid=(pl.cdiv(tokens, BLOCK) * heads,),
+        grid=(programs,),
         grid_names=("program",),
         num_threads=GROUPS + 1,
         thread_name="group",
@@ -165,4 +179,6 @@ def run_hopper_stream(
     )
     with jax.enable_x64(False):  # numbers of rows are 32-bit
         q, k, v = (x.reshape(rows, -1) for x in (q, k, v))  # which moves nothing
-        return vary(call(q, k, v, cu_seqlens).reshape(tokens, heads, head_dim))
+        out, *lse = call(q, k, v, cu_seqlens)
+        lse = [x.reshape(heads, -1)[:, :tokens] for x in lse]
+        return tuple(map(vary, (out.reshape(tokens, heads, head_dim), *lse)))

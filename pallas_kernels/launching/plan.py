@@ -112,7 +112,7 @@ def _attend(
         fuse = "q"  # the stream kernel would normalise every key for every block of queries
     shape = v.dtype, head_dim, serving.max_seqlen, tokens, heads
     # Of batch-invariant calls none is, as that is for calls that fill a GPU.
-    may_be = fuse == "none" and not interpret and serving.rows is None and not keeps_lse
+    may_be = fuse == "none" and not interpret and serving.rows is None
     warp_specialized = may_be and is_warp_specialized(*shape)
     # Each tile of V is of one of its heads.
     warp_specialized = warp_specialized and (
@@ -137,7 +137,8 @@ def _attend(
     parts, scale_log2 = (q_part, k_part, v_part), scale * LOG2_E
     if warp_specialized:
         guess = min(serving.max_seqlen, tokens)
-        return (run_hopper_stream(q, k, v, cu_seqlens, heads, parts, scale_log2, guess),)
+        how = parts, scale_log2, guess, keeps_lse
+        return run_hopper_stream(q, k, v, cu_seqlens, heads, *how)
     read = q, k, v, cos, sin, cu_seqlens, q_norm, k_norm
     how = scale_log2, serving, fuse, norm_eps, interpret, keeps_lse, written
     return _attention(read, heads, parts, *how)

@@ -216,8 +216,9 @@ def clear_padding(out_ptr, lse_ptr, visited, GROUP: gl.constexpr, HEADS: gl.cons
         acc, acc_tail = zero_sums(MAIN, TAIL)
         store_rows(out_ptr, 0, tokens - block_start, None, acc, acc_tail,
                    GROUP, HEADS, HEAD_DIM, MAIN, TAIL)  # fmt: skip
-        row_sum = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, acc.type.layout))
-        store_lse(lse_ptr, 0, tokens - block_start, None, row_sum - row_sum, row_sum, GROUP)
+        S: gl.constexpr = sums_layout(KEYS)
+        none = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+        store_lse(lse_ptr, 0, tokens - block_start, None, none, none + 1.0, GROUP)
 
 
 @gluon.jit
@@ -249,12 +250,11 @@ def attend_again(q, k, v, again, descs, out_ptr, lse_ptr, visited, k_head, misfi
 def store_lse(lse_ptr, first, last, wanted, reference, row_sum, GROUP: gl.constexpr):
     """Write the log-sum-exp of the rows that store_rows would write; None: of none."""
     if lse_ptr is not None:
-        LAYOUT: gl.constexpr = reference.type.layout
-        row = group_rows(GROUP, LAYOUT.parent)
+        row = group_rows(GROUP, sums_layout(KEYS))
         mask = (row >= first) & (row < last)
         if wanted is not None:
-            mask = mask & gl.convert_layout(wanted, LAYOUT)
-        lse = reference + gl.log2(gl.convert_layout(row_sum, LAYOUT))
+            mask = mask & gl.convert_layout(wanted, row.type.layout)
+        lse = reference + gl.log2(gl.convert_layout(row_sum, row.type.layout))
         gl.store(lse_ptr + row, lse, mask=mask)
 
 

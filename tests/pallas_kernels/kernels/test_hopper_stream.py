@@ -18,7 +18,13 @@ from pallas_kernels.launching import choose, launch, plan
 from pallas_kernels.launching.choose import ROW_UNIT, rotated_row, rows_of, tiles_fit
 from pallas_kernels.launching.compile import HAVE_MOSAIC
 from tests.hopper_contract import HopperContract
-from tests.kernel_cases import assert_accurate, assert_same_bits, make_case
+from tests.kernel_cases import (
+    Case,
+    assert_accurate,
+    assert_same_bits,
+    log_sum_exps,
+    make_case,
+)
 from tests.kernel_contract import CUTS, STREAM, KernelContract
 from tests.kernel_stress_contract import StressContract, late_logits
 from tests.pallas_kernels.adapter import ON_CPU, JaxAdapter, jitted
@@ -192,6 +198,20 @@ def test_a_broken_head_breaks_none_whose_columns_its_tile_has():
     assert np.isnan(out[:, 1::2]).all()
 
 
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 72), (1, 80)])
+def test_log_sum_exps(heads, head_dim):
+    """Also of rows that their reference does not fit, which are computed again."""
+    case = make_case((67, 0, 150), heads=heads, head_dim=head_dim, leading=3, trailing=5)
+    case.qkv[180:200, 1] *= 30
+    arguments = (jnp.asarray(case.qkv),), *map(jnp.asarray, case.packed[1:])
+    options = {"scale": head_dim**-0.5, "fuse": "none", "batch_invariant": False} | LONG
+    attend = functools.partial(attention.attend, interpret=ON_CPU, **options)
+    [without] = jax.jit(attend)(*arguments)
+    out, found = jax.jit(functools.partial(attend, keeps_lse=True))(*arguments)
+    np.testing.assert_allclose(found, log_sum_exps(case), rtol=1e-3, atol=1e-2)
+    assert_same_bits(np.asarray(out), np.asarray(without))
+
+
 @pytest.fixture
 def anew():
     """What is compiled for a test is for it alone."""
@@ -225,20 +245,20 @@ def test_groups_of_warps_do_not_race(monkeypatch, anew):
     assert not interpret_pallas_call.get_races().races_found
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def run(q_k, v, cu_seqlens, parts):
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def run(q_k, v, cu_seqlens, parts, keeps_lse):
     q, k = q_k if isinstance(q_k, tuple) else (q_k, q_k)
-    return launch.run_hopper_stream(q, k, v, cu_seqlens, v.shape[2], parts, 0.1, 128)
+    return launch.run_hopper_stream(q, k, v, cu_seqlens, v.shape[2], parts, 0.1, 128, keeps_lse)
 
 
-def lower(tokens, heads, head_dim, dtype="bfloat16", packed=True):
+def lower(tokens, heads, head_dim, dtype="bfloat16", packed=True, keeps_lse=False):
     rows, part = rotated_row(heads, head_dim), 2 if packed else 1
     q_k = jax.ShapeDtypeStruct((rows_of(tokens), part, rows), dtype)
     v = jax.ShapeDtypeStruct((tokens, 3 if packed else 1, heads, head_dim), dtype)
     cu_seqlens = jax.ShapeDtypeStruct((5,), jnp.int32)
     with cuda_device():
         parts = (0, 1, 2) if packed else (0, 0, 0)
-        traced = run.trace(q_k if packed else (q_k, q_k), v, cu_seqlens, parts)
+        traced = run.trace(q_k if packed else (q_k, q_k), v, cu_seqlens, parts, keeps_lse)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -247,7 +267,9 @@ def lower(tokens, heads, head_dim, dtype="bfloat16", packed=True):
 def test_what_fits_lowers_for_a_gpu(tokens, head_dim):
     heads = 15 if head_dim % 16 == 0 else 14
     assert tiles_fit(tokens, heads, head_dim)
-    assert lower(tokens, heads, head_dim).count("@mosaic_gpu_v2") == 1
+    for keeps_lse in (False, True):
+        module = lower(tokens, heads, head_dim, keeps_lse=keeps_lse)
+        assert module.count("@mosaic_gpu_v2") == 1
 
 
 @pytest.mark.parametrize("packed", [True, False])
