@@ -38,7 +38,7 @@ SERIAL = {
     ("3.9.0", f"sm_90, {variant}")
     for variant in (
         *("72, bfloat16, max 9216", "80, bfloat16, max 9216", "80, float16, max 9216"),
-        "80, bfloat16, max 9216, q",
+        *("80, bfloat16, max 9216, q", "80, bfloat16, max 9216, q, 8 key heads, norms of qk"),
     )
 }
 # Known, and no more than the table says. The first, 36 registers, is of an odd number of pairs,
