@@ -290,7 +290,7 @@ def normalized(x: Pair | jax.Array, inverse: jax.Array | None, norm: Norm | None
                first: int, width: int, head_dim: int,
                rotary_dim: int) -> Pair | jax.Array:  # fmt: skip
     """The halves of columns first .. first + width by the inverse RMS and weights, in fp32; as they
-    are where there is none.
+    are where there are none.
     """
     if norm is None:
         return x

@@ -74,12 +74,16 @@ class Variant:
     fuse: str = "auto"
     rotary_dim: int | None = None
     offset: int = 0  # elements by which q, k and v miss their alignment
+    k_heads: int | None = None  # K and V of so many, which are not packed with Q then
+    norms: str = ""  # of which of q and k, as letters
 
     def __str__(self) -> str:
         parts = [f"sm_{self.arch}", str(self.head_dim), self.dtype, f"max {self.max_seqlen}"]
         parts += [self.fuse] if self.fuse != "auto" else []
         parts += [f"rotary {self.rotary_dim}"] if self.rotary_dim else []
         parts += ["unaligned"] if self.offset else []
+        parts += [f"{self.k_heads} key heads"] if self.k_heads else []
+        parts += [f"norms of {self.norms}"] if self.norms else []
         return ", ".join(parts)
 
 
@@ -127,6 +131,9 @@ def usual_variants(arch: int) -> list[Variant]:
         Variant(arch, max_seqlen=STREAM, fuse="q"),
         Variant(arch, max_seqlen=STREAM, fuse="qk"),
         Variant(arch, offset=1),
+        Variant(arch, k_heads=8, norms="qk"),
+        Variant(arch, max_seqlen=STREAM, fuse="q", k_heads=8, norms="qk"),
+        Variant(arch, head_dim=64, max_seqlen=STREAM, norms="qk"),
     ]
 
 
@@ -185,29 +192,40 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
     cu_seqlens = torch.zeros(SEGMENTS + 1, dtype=torch.int32)
     tensors, bound, scale = (qkv, angles, angles), variant.max_seqlen, 0.1
     arguments = *tensors, cu_seqlens, bound, scale, variant.fuse, "kernel", False
+    weight = torch.empty(variant.head_dim, dtype=dtype)
+    norms = [weight if name in variant.norms else None for name in "qk"]
+    operator = torch.ops.fused_rope_attention.qkvpacked
+    if variant.k_heads:
+        few = qkv[:, 1:, : variant.k_heads].unbind(1)
+        operator, arguments = (
+            torch.ops.fused_rope_attention.varlen,
+            (qkv[:, 0], *few, *arguments[1:]),
+        )
     fast_path.plans.clear()  # another GPU's, which none knows of here
     with (
         recording() as recorded,
         mock.patch.object(launch_module, "gpu", return_value=GPUS.get(variant.arch)),
         mock.patch.object(attention, "INTERPRETED", True),  # it shall not mind the missing GPU
     ):
-        torch.ops.fused_rope_attention.qkvpacked(*arguments)
+        operator(*arguments, *norms)
+        rotations = sum(x[0] is rotate_kernel for x in recorded)
         if recorded[-1][0].is_gluon():
             # The stream kernel, whose place is taken here, serves images of other sizes.
             with launch_module.launching_by(launch_module._PACKAGED, warp_specialized=False):
-                torch.ops.fused_rope_attention.qkvpacked(*arguments)
-        if variant.fuse == "auto":
+                operator(*arguments, *norms)
+        further = variant.k_heads or variant.norms  # whose gradients take no other kernel
+        if variant.fuse == "auto" and not further:
             grad, needed = torch.empty_like(qkv[:, 0]), [True, False, False]
             kept = []
             if backward_module.needs_lse(dtype, variant.head_dim, bound):
                 kept = torch.ops.fused_rope_attention.qkvpacked_with_lse(*arguments)
             options = cu_seqlens, kept, bound, scale, "kernel", needed
             torch.ops.fused_rope_attention.backward(grad, [*tensors], *options)
-        if variant.max_seqlen == STREAM and variant.fuse == "auto":
+        if variant.max_seqlen == STREAM and variant.fuse == "auto" and not further:
             qk = qkv.view(TOKENS, 3 * HEADS, variant.head_dim)[:, : 2 * HEADS]
             rotate_in_order(qk, qk, angles, angles)
-    rotations = [i for i, x in enumerate(recorded) if x[0] is rotate_kernel]  # all the same
-    return [x for i, x in enumerate(recorded) if i not in rotations[1:]]
+    again = [i for i, x in enumerate(recorded) if x[0] is rotate_kernel][rotations:]
+    return [x for i, x in enumerate(recorded) if i not in again]
 
 
 def keeps_lse(kernel: JITFunction, arguments: tuple) -> bool:

@@ -43,7 +43,7 @@ SERIAL = {
     ("3.9.0", f"stream_kernel: sm_90, {variant}")
     for variant in (
         *("72, bfloat16, max 9216", "80, bfloat16, max 9216", "80, float16, max 9216"),
-        "80, bfloat16, max 9216, q",
+        *("80, bfloat16, max 9216, q", "80, bfloat16, max 9216, q, 8 key heads, norms of qk"),
     )
 }
 # Known, and no more than the table says, by version and kernel. At 96 columns the warp-specialized

@@ -181,10 +181,10 @@ def rotate_pairs(x, cos, sin):
 def inverse_rms(x, tail, EPS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """1 / RMS [rows, 1] of a head's rows, of the halves of its main and its tail tile (or None).
 
-    EPS is added to the mean square; None, as the result is then: the head is not normalised.
+    EPS is added to the mean square; None: the head is not normalised, and a number stands in.
     """
     if EPS is None:
-        return None
+        return 1.0
     else:
         squares = sum_of_squares(x)
         if tail is not None:
@@ -204,7 +204,7 @@ def load_inverse_rms(x_ptr, stride, rows, row_mask, EPS: tl.constexpr, MAIN: tl.
                      ROTARY_DIM: tl.constexpr):  # fmt: skip
     """inverse_rms of a head whose tiles are loaded one by one: again, from the cache."""
     if EPS is None:
-        return None
+        return 1.0
     else:
         x = load_pairs(x_ptr, stride, rows, row_mask, 0, MAIN, HEAD_DIM, ROTARY_DIM)
         tail = None
@@ -217,9 +217,9 @@ def load_inverse_rms(x_ptr, stride, rows, row_mask, EPS: tl.constexpr, MAIN: tl.
 def normalized(x, inverse, weight_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
                HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
     """The halves of columns FIRST .. FIRST + WIDTH by the inverse RMS and weights, in fp32; as they
-    are where there is none.
+    are where there are none.
     """
-    if inverse is None:
+    if weight_ptr is None:
         return x
     else:
         pair, first, distance = pair_columns(FIRST // 2, WIDTH // 2, HEAD_DIM, ROTARY_DIM)

@@ -19,7 +19,6 @@ from pallas_kernels.launching.choose import ROW_UNIT, rotated_row, rows_of, tile
 from pallas_kernels.launching.compile import HAVE_MOSAIC
 from tests.hopper_contract import HopperContract
 from tests.kernel_cases import (
-    Case,
     assert_accurate,
     assert_same_bits,
     log_sum_exps,
