@@ -181,6 +181,16 @@ def relative_rms(result: np.ndarray, reference: np.ndarray) -> float:
     return np.linalg.norm(result.astype(np.float64) - reference) / np.linalg.norm(reference)
 
 
+def assert_accurate_gradients(found: np.ndarray, case: Case, weights: np.ndarray) -> None:
+    """Of sum(weights * result) in q, k and v [tokens, 3, heads, head_dim]: each as exact as by
+    separate steps.
+    """
+    right, separate = (gradients(case, weights, exact) for exact in (True, False))
+    for part in range(3):
+        error, limit = (relative_rms(x[:, part], right[:, part]) for x in (found, separate))
+        assert error <= UNFUSED_FACTOR * limit
+
+
 def assert_accurate(result: np.ndarray, case: Case, scale: float | None = None) -> None:
     """Rule 1 of the numerics, the dtype and shape, and exact zeros for padding."""
     assert result.dtype == case.qkv.dtype

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from tests import kernel_cases
 from tests.hostile import TOKENS, examples, hostile_cu_seqlens, refusable
 from tests.kernel_cases import (
-    UNFUSED_FACTOR,
     Case,
+    assert_accurate_gradients,
     assert_same_bits,
     exact,
     make_case,
@@ -140,11 +140,7 @@ class GradientContract:
         found = found[0] if packed else np.stack(found, axis=1)
         assert found.dtype == case.qkv.dtype
         assert (found[case.padding] == 0).all()
-        right = kernel_cases.gradients(case, weights)
-        separate = kernel_cases.gradients(case, weights, exact=False)
-        for part in range(3):
-            error, limit = (relative_rms(x[:, part], right[:, part]) for x in (found, separate))
-            assert error <= UNFUSED_FACTOR * limit
+        assert_accurate_gradients(found, case, weights)
 
     @both_kernels
     def test_gradients_of_large_logits(self, max_seqlen):
@@ -314,6 +310,4 @@ class KernelGradientContract(GradientContract):
             weights = np.sign(weights_for(case)) * np.float16(factor)
             options = {"packed": True, "angles": False, "max_seqlen": max_seqlen}
             [found] = self.gradients(case, weights, **options)
-            right = kernel_cases.gradients(case, weights)
-            separate = kernel_cases.gradients(case, weights, exact=False)
-            assert relative_rms(found, right) <= UNFUSED_FACTOR * relative_rms(separate, right)
+            assert_accurate_gradients(found, case, weights)
