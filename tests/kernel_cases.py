@@ -246,6 +246,20 @@ def relative_rms(result: np.ndarray, reference: np.ndarray) -> float:
     return np.linalg.norm(result.astype(np.float64) - reference) / np.linalg.norm(reference)
 
 
+def assert_accurate_gradients(found: Sequence[np.ndarray], case: Case, weights: np.ndarray) -> None:
+    """Of sum(weights * result) in q, k, v and what norms there are: each as exact as by separate
+    steps.
+    """
+    right, separate = (
+        [x for x in gradients(case, weights, exact) if x is not None] for exact in (True, False)
+    )
+    for ours, theirs, expected in zip(found, separate, right, strict=True):
+        assert ours.dtype == case.qkv.dtype
+        assert ours.shape == expected.shape
+        error, limit = (relative_rms(x, expected) for x in (ours, theirs))
+        assert error <= UNFUSED_FACTOR * limit
+
+
 def assert_accurate(result: np.ndarray, case: Case, scale: float | None = None) -> None:
     """Rule 1 of the numerics, the dtype and shape, and exact zeros for padding."""
     assert result.dtype == case.qkv.dtype

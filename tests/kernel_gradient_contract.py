@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from tests import kernel_cases
 from tests.hostile import TOKENS, examples, hostile_cu_seqlens, refusable
 from tests.kernel_cases import (
-    UNFUSED_FACTOR,
     Case,
+    assert_accurate_gradients,
     assert_same_bits,
     exact,
     make_case,
@@ -160,14 +160,7 @@ class GradientContract:
         found = self.gradients(case, weights, packed=packed, angles=False, max_seqlen=max(lengths))
         found = [*np.moveaxis(found[0], 1, 0), *found[1:]] if packed else found
         assert all((x[case.padding] == 0).all() for x in found[:3])
-        right = [x for x in kernel_cases.gradients(case, weights) if x is not None]
-        separate = kernel_cases.gradients(case, weights, exact=False)
-        separate = [x for x in separate if x is not None]
-        for ours, theirs, expected in zip(found, separate, right, strict=True):
-            assert ours.dtype == case.qkv.dtype
-            assert ours.shape == expected.shape
-            error, limit = (relative_rms(x, expected) for x in (ours, theirs))
-            assert error <= UNFUSED_FACTOR * limit
+        assert_accurate_gradients(found, case, weights)
 
     @both_kernels
     def test_gradients_of_large_logits(self, max_seqlen):
@@ -347,6 +340,4 @@ class KernelGradientContract(GradientContract):
             weights = np.sign(weights_for(case)) * np.float16(factor)
             options = {"packed": True, "angles": False, "max_seqlen": max_seqlen}
             [found] = self.gradients(case, weights, **options)
-            right = packed_gradients(case, weights)
-            separate = packed_gradients(case, weights, exact=False)
-            assert relative_rms(found, right) <= UNFUSED_FACTOR * relative_rms(separate, right)
+            assert_accurate_gradients(np.moveaxis(found, 1, 0), case, weights)

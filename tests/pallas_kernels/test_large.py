@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from tests.kernel_cases import assert_accurate, make_case
+from tests.kernel_cases import assert_accurate, assert_accurate_gradients, make_case
 from tests.kernel_contract import STREAM
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +46,17 @@ def test_the_far_end_of_a_qkv_of_more_than_2_to_the_31_elements(fuse, max_seqlen
     out = attention(max_seqlen, fuse)(qkv, cos, sin, jnp.asarray(cu_seqlens))
     assert_accurate(np.array(out[-length:]), case)
     assert not jnp.any(out[:-length])
+    if fuse == "none":
+        return
+
+    @jax.jit
+    def gradient(qkv, grad):
+        return jax.vjp(lambda x: attention(max_seqlen)(x, cos, sin, cu_seqlens), qkv)[1](grad)[0]
+
+    weights = make_case((length,), heads=heads, head_dim=head_dim, seed=1).qkv[:, 0]
+    found = gradient(qkv, put(jnp.zeros((tokens, heads, head_dim), jnp.bfloat16), weights))
+    assert_accurate_gradients(np.moveaxis(np.array(found[-length:]), 1, 0), case, weights)
+    assert not jnp.any(found[:-length])
 
 
 @pytest.mark.parametrize("max_seqlen", [8, STREAM])

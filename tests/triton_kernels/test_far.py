@@ -6,7 +6,7 @@ Interpreted, an offset of 32 bits ends the process, which ends the run and names
 import pytest
 import torch
 
-from tests.kernel_cases import UNFUSED_FACTOR, assert_accurate, gradients, make_case, relative_rms
+from tests.kernel_cases import assert_accurate, assert_accurate_gradients, make_case
 from tests.kernel_contract import STREAM
 from tests.triton_kernels.adapter import DEVICE, public_function, to_numpy, to_torch
 from triton_kernels.checks import MAX_TOKEN_STRIDE
@@ -47,7 +47,4 @@ def test_gradients_of_rows_that_lie_far_apart(max_seqlen):
         *far, cos, sin, cu_seqlens, max_seqlen=max_seqlen, implementation="kernel"
     )
     found = torch.autograd.grad(out, far, far_weights)
-    right, separate = (gradients(case, to_numpy(weights), exact) for exact in (True, False))
-    for part, gradient in enumerate(found):
-        limit = UNFUSED_FACTOR * relative_rms(separate[:, part], right[:, part])
-        assert relative_rms(to_numpy(gradient), right[:, part]) <= limit
+    assert_accurate_gradients([to_numpy(x) for x in found], case, to_numpy(weights))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernel_cases import assert_accurate, make_case
+from tests.kernel_cases import assert_accurate, assert_accurate_gradients, make_case
 from tests.kernel_contract import STREAM
 from tests.triton_kernels.adapter import public_function, to_numpy, to_torch
 
@@ -36,6 +36,27 @@ def test_the_far_end_of_a_qkv_of_more_than_2_to_the_31_elements(fuse, max_seqlen
     )
     assert_accurate(to_numpy(out[-length:]), case)
     assert not out[:-length].any()
+
+
+@pytest.mark.parametrize("max_seqlen", [64, STREAM])
+def test_gradients_at_the_far_end(max_seqlen):
+    tokens, heads, head_dim = 600_000, 16, 80
+    case = make_case((64, 64, 40), heads=heads, head_dim=head_dim)
+    length = len(case.qkv)
+    qkv = torch.zeros(tokens, 3, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    grad = torch.zeros(tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    cos = torch.ones(tokens, head_dim // 2, device="cuda")
+    sin = torch.zeros_like(cos)
+    weights = make_case((length,), heads=heads, head_dim=head_dim, seed=1).qkv[:, 0]
+    for whole, part in zip((qkv, cos, sin, grad), (*case.packed[:3], weights), strict=True):
+        whole[-length:] = to_torch(part)
+    before = torch.arange(0, tokens - length, 64, dtype=torch.int32)
+    cu_seqlens = torch.cat([before, torch.from_numpy(case.cu_seqlens) + (tokens - length)]).cuda()
+    attend = public_function(True)
+    out = attend(qkv.requires_grad_(), cos, sin, cu_seqlens, max_seqlen=max_seqlen)
+    [found] = torch.autograd.grad(out, qkv, grad)
+    assert_accurate_gradients(to_numpy(found[-length:].transpose(0, 1)), case, weights)
+    assert not found[:-length].any()
 
 
 def test_more_than_2_to_the_31_elements_of_separate_heads():
