@@ -165,13 +165,14 @@ def _call(
         raise NotImplementedError(f"implementation='kernel' needs its backend: {without_triton()}")
     if implementation == "auto" and have_tensor_cores():
         shape = qkv[0].dtype, head_dim, max_seqlen, tokens, heads
-        if not has_kernel(*shape, fuse, batch_invariant):
+        if not has_kernel(*shape, qkv[-1].shape[-2], fuse, batch_invariant):
             warn_without_triton()
             implementation = "reference"
     elif implementation == "auto":
         implementation = "reference"
     scale = head_dim**-0.5 if scale is None else float(scale)
-    norm_eps = NORM_EPS if norms == NO_NORMS else float(norm_eps)
+    # Without norms that are compiled for one.
+    norm_eps = float(norm_eps) if jax.tree.leaves(norms) else NORM_EPS
     options = _Options(max_seqlen, scale, fuse, implementation, batch_invariant, norm_eps)
     result = _run(options, tuple(qkv), norms, cos, sin, cu_seqlens)
     # Within a custom_vmap `jax.debug_nans` looks at nothing; of what is jitted it looks at results.
@@ -235,7 +236,8 @@ def _forward(
     """The result, and what the backward pass needs of it and of the arguments."""
     qkv, norms, *_ = arguments
     # Normalised heads are rounded behind the rotation here, and in front of it for the gradients.
-    needs = _needs_lse(options, qkv) and norms == NO_NORMS and _by_kernels(options, *arguments)
+    needs = _needs_lse(options, qkv) and not jax.tree.leaves(norms)
+    needs = needs and _by_kernels(options, *arguments)
     results = _attention(options, needs, *arguments)
     return results if keeps_lse else results[:1], (arguments, results if needs else ())
 
@@ -261,7 +263,7 @@ def _backward(options: _Options, _: bool, residuals: tuple, grads: tuple[jax.Arr
 def _prepare(norm_eps: float, qkv: tuple[jax.Array, ...], norms: Norms) -> tuple[jax.Array, ...]:
     """Qkv with normalised heads, and of K and V as many as of Q, as `operands` takes it."""
     (q, k, v), parts = operands(qkv)
-    if norms == NO_NORMS and k.shape == q.shape:
+    if not jax.tree.leaves(norms) and k.shape == q.shape:
         return qkv
     q, k, v = (x[:, part] for x, part in zip((q, k, v), parts, strict=True))
     q, k = (

@@ -149,13 +149,15 @@ def has_kernel(
     max_seqlen: int,
     tokens: int,
     heads: int,
+    k_heads: int,
     fuse: str,
     batch_invariant: bool,
 ) -> bool:
     """Whether a kernel serves a call: any that Pallas' Triton dialect or Mosaic is there for."""
     shape = dtype, head_dim, max_seqlen, tokens, heads
     may_be = fuse == "none" and not batch_invariant
-    return HAVE_TRITON or (may_be and is_warp_specialized(*shape))
+    fits = may_be and is_warp_specialized(*shape) and tiles_fit(tokens, k_heads, head_dim)
+    return HAVE_TRITON or fits
 
 
 def auto_fuse(

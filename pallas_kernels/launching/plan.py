@@ -114,10 +114,7 @@ def _attend(
     # Of batch-invariant calls none is, as that is for calls that fill a GPU.
     may_be = fuse == "none" and not interpret and serving.rows is None
     warp_specialized = may_be and is_warp_specialized(*shape)
-    # Each tile of V is of one of its heads.
-    warp_specialized = warp_specialized and (
-        k_heads == heads or tiles_fit(tokens, k_heads, head_dim)
-    )
+    warp_specialized = warp_specialized and tiles_fit(tokens, k_heads, head_dim)
     rows = rows_of(tokens) if warp_specialized else tokens
     rotate = (
         functools.partial(rotate_by_kernel, interpret=interpret, looked_up=serving.rows)

@@ -47,6 +47,20 @@ def test_one_program_serves_cpu_and_cuda(lengths, implementation):
     np.testing.assert_array_equal(np.asarray(served.call(*arrays)), np.asarray(attend(*arrays)))
 
 
+def test_groups_and_norms_on_both():
+    pytest.importorskip("flatbuffers")
+    case = make_case((64, 30), head_dim=16, heads=4, group=2, norms="qk")
+    attend = jax.jit(functools.partial(pallas_kernels.fused_rope_attention, max_seqlen=64))
+    cpu = jax.local_devices(backend="cpu")[0]
+    arguments = jax.device_put(tuple(map(jnp.asarray, case.separate)), cpu)
+    norms = jax.device_put(jax.tree.map(jnp.asarray, case.norms), cpu)
+    with cuda_device():
+        checks = {"disabled_checks": pallas_kernels.export_checks()}
+        made = export.export(attend, platforms=("cpu", "cuda"), **checks)(*arguments, **norms)
+    served = export.deserialize(made.serialize()).call(*arguments, **norms)
+    np.testing.assert_array_equal(np.asarray(served), np.asarray(attend(*arguments, **norms)))
+
+
 def test_each_platform_alone():
     pytest.importorskip("flatbuffers")
     for platform, kernels in (("cpu", 0), ("cuda", 1)):

@@ -190,8 +190,8 @@ def test_queries_are_multiplied_from_shared_memory(compiled):
 
 # Not good, but known, and no more than the table says: on sm_80 windows of 128 rows, and of 96 and
 # 120 columns, and gradients of heads with a tail; anywhere gradients of 192 columns in windows of
-# 128; 256 columns; norms on sm_80; 208 in fp32, or 168 of which keys are rotated in the loop; on sm_80 gradients of
-# 128 in whole images, outside of their loops, and loads of single elements.
+# 128; 256 columns; 208 in fp32, or 168 of which keys are rotated in the loop; on sm_80 norms, and
+# gradients of 128 in whole images, outside of their loops, and loads of single elements.
 SPILLING = re.compile(
     r"window(_backward)?_kernel: sm_80, ((96|120), .*|.*max 128)"
     r"|window_backward_kernel: (sm_80, (72|80), .*max 64.*|.*, (192|256), .*)"

@@ -125,19 +125,29 @@ class FusedAttention(StandIn):
         cos, sin = cos[:, :half].float(), sin[:, :half].float()
         cu_seqlens = cu_seqlens.to(hidden_states.device, torch.int32)
         bound = self.longest_window or longest_frame or max_seqlen
-        options = {"max_seqlen": bound, "scale": self.scaling}
-        projected = [getattr(self, layer)(hidden_states) for layer in form.inputs]
-        norms = self._norms(projected[0].dtype) if form.normed else {}
-        if len(projected) == 1 and norms is not None and not form.grouped:
-            qkv = projected[0].view(tokens, 3, self.num_heads, head_dim)
-            attended = fused_rope_attention_qkvpacked(qkv, cos, sin, cu_seqlens, **options, **norms)
+        scale = self.scaling
+        first = getattr(self, form.inputs[0])(hidden_states)
+        norms = self._norms(first.dtype) if form.normed else {}
+        if len(form.inputs) == 1 and norms is not None and not form.grouped:
+            qkv = first.view(tokens, 3, self.num_heads, head_dim)
+            attended = fused_rope_attention_qkvpacked(
+                qkv, cos, sin, cu_seqlens, max_seqlen=bound, scale=scale, **norms
+            )
         else:
-            if len(projected) == 1:
-                projected = projected[0].split(widths(self, form), -1)
-            q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in projected)
+            columns = widths(self, form)
+            if len(form.inputs) == 1:
+                projected = first.split(columns, -1)
+            else:
+                projected = first, *(getattr(self, x)(hidden_states) for x in form.inputs[1:])
+            q, k, v = (
+                x.view(tokens, width // head_dim, head_dim)
+                for x, width in zip(projected, columns, strict=True)
+            )
             if norms is None:  # in mixed precision they may be of another dtype
                 q, k, norms = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), {}
-            attended = fused_rope_attention(q, k, v, cos, sin, cu_seqlens, **options, **norms)
+            attended = fused_rope_attention(
+                q, k, v, cos, sin, cu_seqlens, max_seqlen=bound, scale=scale, **norms
+            )
         output = getattr(self, form.output)(attended.view(tokens, -1))
         return (output, None) if form.weighed else output
 
