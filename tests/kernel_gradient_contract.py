@@ -180,7 +180,7 @@ class GradientContract:
         case.qkv[:, 1] = -np.abs(case.qkv[:, 1]) - 10
         weights = weights_for(case)
         [found] = self.gradients(case, weights, packed=True, angles=False, max_seqlen=max_seqlen)
-        assert relative_rms(found, kernel_cases.gradients(case, weights)) < 1e-4
+        assert relative_rms(found, packed_gradients(case, weights)) < 1e-4
 
     @both_kernels
     def test_gradients_are_the_same_bits_every_time(self, max_seqlen):
