@@ -222,8 +222,8 @@ def _save_for_backward(
 
 def _backward(ctx: Any, grad: torch.Tensor, *_lse: None) -> tuple[torch.Tensor | None, ...]:
     count = ctx.count + len(ctx.normed)
-    *tensors, cu_seqlens = ctx.saved_tensors[: count + 1]
-    kept = list(ctx.saved_tensors[count + 1 :])
+    saved = list(ctx.saved_tensors)  # checkpoints let them be asked for once
+    tensors, cu_seqlens, kept = saved[:count], saved[count], saved[count + 1 :]
     needed = list(ctx.needs_input_grad[: ctx.count])
     # The reference waits for the GPU, and so does a bound to be read.
     waits = ctx.max_seqlen is None or ctx.implementation == "reference" or any(needed[-2:])

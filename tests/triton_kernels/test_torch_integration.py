@@ -81,7 +81,7 @@ def test_operators_of_groups_and_norms(implementation):
     tensors, norms = grouped_and_normed()
     *tensors, cu_seqlens = tensors
     needed = [True] * 3 + [implementation == "reference"] * 2 + [True] * 2
-    arguments = torch.ones_like(tensors[0]), [*tensors, *norms], cu_seqlens, 16, 0.25
+    arguments = torch.ones_like(tensors[0]), [*tensors, *norms], cu_seqlens, [], 16, 0.25
     arguments = *arguments, implementation, needed, "qk", 1e-3
     torch.library.opcheck(operators.backward.default, arguments)
 

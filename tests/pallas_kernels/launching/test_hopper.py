@@ -90,7 +90,7 @@ def test_batch_invariant_calls_go_without_it(on, monkeypatch, batch_invariant):
 
     def launch(q, k, v, *rest):
         launched.append(v.shape)
-        return jnp.zeros_like(v[:, 0])
+        return (jnp.zeros_like(v[:, 0]),)
 
     monkeypatch.setattr(plan, "run_hopper_stream", launch)
     options = {"fuse": "none", "batch_invariant": batch_invariant}
@@ -103,7 +103,7 @@ def test_batch_invariant_calls_go_without_it(on, monkeypatch, batch_invariant):
     jax.eval_shape(attend, *qkv, angles, angles, jax.ShapeDtypeStruct((2,), jnp.int32))
     assert len(launched) == (not batch_invariant)
     monkeypatch.setattr(choose, "HAVE_TRITON", False)  # then nothing else serves them
-    assert choose.has_kernel(**SHAPE, **options) == (not batch_invariant)
+    assert choose.has_kernel(**SHAPE, k_heads=16, **options) == (not batch_invariant)
 
 
 @pytest.mark.parametrize(
