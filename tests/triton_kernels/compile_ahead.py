@@ -13,7 +13,6 @@ Registers and spills are ptxas', which comes with Triton: the table holds them f
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -328,9 +327,6 @@ def main() -> None:
     options = parser.parse_args()
     variants = EVERY if options.every or options.write else USUAL
     written = []
-    # Not what launches on a GPU here left under the same keys: on an H200 two of those had taken
-    # some registers less.
-    os.environ["TRITON_CACHE_DIR"] = f"{triton.knobs.cache.dir}-ahead"
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         for records in pool.map(compile_variant, variants):
             written += records
