@@ -1,9 +1,9 @@
 """Calls of a Hugging Face tower as CUDA graphs: a size that comes again is replayed in one launch.
 
-32 layers are some 500 kernels, and at 448 px the host takes over three times as long to launch them
-as the GPU to run them. A recording reads parameters where they lie. So it counts only while the
-tower is what it was when it was recorded, and nobody wants to see the calls of its layers. Every
-call asks for that: the host, which takes a millisecond for it, has the time while the GPU works.
+32 layers are hundreds of kernels, which over small images the host takes longer to launch than the
+GPU to run (compare/results/notes/host.md). A recording reads parameters where they lie. So it
+counts only while the tower is what it was when it was recorded, and nobody wants to see the calls
+of its layers. Every call asks for that, while the GPU works.
 """
 
 import contextlib

@@ -112,7 +112,8 @@ def _copied(x: torch.Tensor) -> torch.Tensor:
     """A readable copy.
 
     The forward kernels read other tensors in place, by smaller tiles: see `find_launch`. Here a
-    tile has to hold a segment, and reading one element at a time would take longer than copying.
+    window's tile has to hold a segment, and long segments are read many times: to read one element
+    at a time would take longer than copying.
     """
     return x.clone(memory_format=torch.contiguous_format)
 
