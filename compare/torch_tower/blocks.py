@@ -15,6 +15,11 @@ from flax_models import VisionConfig
 from flax_models.common.weights import Biases
 from triton_kernels.integrations.plain import is_plain
 
+# In elements of 16 bits: the fast matrix kernels take rows of whole 16 bytes, and like those of
+# whole 128.
+_ACCEPTED = 8
+_STORED = 64
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) x weight, in fp32 and rounded once."""
@@ -25,6 +30,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(features))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.weight.dtype)  # in autocast x is of less
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -102,12 +108,11 @@ class GatedProduct(_Product):
 class Attention(nn.Module):
     """Self-attention within segments, without the product `proj` that the block ends it by."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, proj: type[nn.Module] = nn.Linear) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.head_dim = config.head_dim
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        proj = SummedProduct if config.family.late_norm else nn.Linear
         self.proj = proj(config.hidden_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
@@ -122,8 +127,9 @@ def _quick_gelu(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gelu_tanh(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    # cuBLAS applies it to the product; on a CPU the operator is the exact GELU.
-    if x.is_cuda and is_plain(linear):
+    # cuBLAS applies it to the product; on a CPU the operator is the exact GELU. It has no gradient.
+    trained = x.requires_grad or linear.weight.requires_grad or linear.bias.requires_grad
+    if x.is_cuda and is_plain(linear) and not trained:
         return torch._addmm_activation(linear.bias, x, linear.weight.t(), use_gelu=True)
     return F.gelu(linear(x), approximate="tanh")
 
@@ -132,17 +138,42 @@ _ACTIVATED = {"quick_gelu": _quick_gelu, "gelu_pytorch_tanh": _gelu_tanh}
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))); widths as `tower_weights` pads."""
+    """down(activation(up(x)))."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, width: int) -> None:
         super().__init__()
-        width = config.aligned_intermediate_size
         self.activation = config.family.activation
         self.up = nn.Linear(config.hidden_size, width)
         self.down = nn.Linear(width, config.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(_ACTIVATED[self.activation](self.up, x))
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) x up(x)), of published widths.
+
+    Where these shut out the fast matrix kernels, forward and backward, the products' operands are
+    filled up with zeros within the pass, which changes no result.
+    """
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.intermediate_size
+        self.gate = nn.Linear(hidden, width)
+        self.up = nn.Linear(hidden, width)
+        self.down = nn.Linear(width, hidden)
+        self.filling = -width % _STORED if width % _ACCEPTED else 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.filling or not all(map(is_plain, (self.gate, self.up, self.down))):
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        hidden = F.silu(self._filled(self.gate, x)) * self._filled(self.up, x)
+        return F.linear(hidden, F.pad(self.down.weight, (0, self.filling)), self.down.bias)
+
+    def _filled(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        weight = F.pad(linear.weight, (0, 0, 0, self.filling))
+        return F.linear(x, weight, F.pad(linear.bias, (0, self.filling)))
 
 
 class Block(nn.Module):
@@ -152,12 +183,12 @@ class Block(nn.Module):
     ends with the norm that the next block begins with: a sum and its norm are one kernel.
     """
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, mlp: nn.Module) -> None:
         super().__init__()
         self.norm1 = _norm(config, config.hidden_size)
         self.attn = Attention(config)
         self.norm2 = _norm(config, config.hidden_size)
-        self.mlp = MLP(config)
+        self.mlp = mlp
 
     def forward(
         self, x: torch.Tensor, normed: torch.Tensor, segments: Segments, next_norm: nn.Module
@@ -199,7 +230,7 @@ class LateNormBlock(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.norm1 = _norm(config, config.hidden_size)
-        self.attn = Attention(config)
+        self.attn = Attention(config, SummedProduct)
         self.mlp = LateNormMLP(config)
 
     def forward(
@@ -209,6 +240,16 @@ class LateNormBlock(nn.Module):
         self.attn.proj(x, self.attn(normed, segments))
         self.mlp(x, segments.implementation)
         return x, next_norm(x)
+
+
+def make_block(config: VisionConfig, trainable: bool) -> nn.Module:
+    """A layer with its parameters as `tower_weights` makes them, or as they are published."""
+    if trainable:
+        gated = len(config.family.mlp_inputs) == 2
+        return Block(config, GatedMLP(config) if gated else MLP(config, config.intermediate_size))
+    if config.family.late_norm:
+        return LateNormBlock(config)
+    return Block(config, MLP(config, config.aligned_intermediate_size))
 
 
 class PatchMerger(nn.Module):
