@@ -112,11 +112,10 @@ class PositionTable(nnx.Module):
 class Attention(nnx.Module):
     """Self-attention within segments, without the product `proj` that the block ends it by."""
 
-    def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
+    def __init__(self, config: VisionConfig, dtype: DTypeLike, proj_bias: bool = True) -> None:
         self.num_heads = config.num_heads
         self.head_dim = config.head_dim
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, dtype)
-        proj_bias = not config.family.late_norm
         self.proj = Linear(config.hidden_size, config.hidden_size, dtype, proj_bias)
 
     def __call__(self, x: jax.Array, segments: Segments) -> jax.Array:
@@ -157,6 +156,23 @@ class MLP(nnx.Module):
         return self.down(_ACTIVATIONS[self.activation](self.up(x)))
 
 
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) x up(x)), gate and up in one product; widths as `tower_weights` pads."""
+
+    def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
+        hidden, width = config.hidden_size, config.aligned_intermediate_size
+        self.gate_up = Linear(hidden, 2 * width, dtype)
+        self.down = Linear(width, hidden, dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(_gated(self.gate_up(x)))
+
+
+def _gated(gate_up: jax.Array) -> jax.Array:
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
 class Block(nnx.Module):
     """One layer: attention and MLP, each after a norm and added to the residual stream."""
 
@@ -164,7 +180,7 @@ class Block(nnx.Module):
         self.norm1 = _norm(config, config.hidden_size, dtype)
         self.attn = Attention(config, dtype)
         self.norm2 = _norm(config, config.hidden_size, dtype)
-        self.mlp = MLP(config, dtype)
+        self.mlp = (MLP if len(config.family.mlp_inputs) == 1 else GatedMLP)(config, dtype)
 
     def __call__(self, x: jax.Array, segments: Segments) -> jax.Array:
         x = _add(x, self.attn.proj(self.attn(self.norm1(x), segments)))
@@ -266,7 +282,7 @@ class LateNormBlock(nnx.Module):
 
     def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
         self.norm1 = _norm(config, config.hidden_size, dtype)
-        self.attn = Attention(config, dtype)
+        self.attn = Attention(config, dtype, proj_bias=False)
         self.mlp = LateNormMLP(config, dtype)
 
     def __call__(self, x: jax.Array, segments: Segments) -> jax.Array:
