@@ -2,9 +2,8 @@
 
 `tower` holds it, of the layers in `blocks`, their `attention` (over whole frames also by a library
 of `varlen`), the `gated` activation and `gated_product`, and of `pooling` over an image; `graphs`
-records passes, `inputs` and `device` bring patches to where they are encoded; `training` knows the
-published form of a trainable tower's parameters; `export` fixes a layout for `torch.export` and
-ONNX. What is NumPy alone is `flax_models.common`'s.
+records passes, `inputs` and `device` bring patches to where they are encoded; `export` fixes a
+layout for `torch.export` and ONNX. What is NumPy alone is `flax_models.common`'s.
 
 PyTorch is imported when the tower is first asked for: other rooms take single modules of this one.
 """
@@ -14,7 +13,7 @@ from typing import Any
 
 _HOMES = {
     "load_vision_tower": "tower",
-    "save_vision_tower": "training",
+    "save_vision_tower": "tower",
     "FixedLayoutTower": "export",
 }
 __all__ = ["FixedLayoutTower", "load_vision_tower", "save_vision_tower"]

@@ -15,11 +15,6 @@ from flax_models import VisionConfig
 from flax_models.common.weights import Biases
 from triton_kernels.integrations.plain import is_plain
 
-# In elements of 16 bits: the fast matrix kernels take rows of whole 16 bytes, and like those of
-# whole 128.
-_ACCEPTED = 8
-_STORED = 64
-
 
 class RMSNorm(nn.Module):
     """x / rms(x) x weight, in fp32 and rounded once."""
@@ -73,7 +68,9 @@ class PositionTable(nn.Module):
         shares = torch.stack([1 - upper_share, upper_share], dim=-1)
         corners = (row[:, :, None] * self.side + column[:, None, :]).view(-1, 4)
         weights = (shares[:, 0, :, None] * shares[:, 1, None, :]).view(-1, 4, 1)
-        return (F.embedding(corners, self.weight).float() * weights).sum(dim=1)
+        # Trained in fp32 before it is read: an entry's gradient is a sum over all that read it.
+        table = self.weight.float() if self.weight.requires_grad else self.weight
+        return (F.embedding(corners, table).float() * weights).sum(dim=1)
 
 
 class _Product(nn.Module):
@@ -128,8 +125,8 @@ def _quick_gelu(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 def _gelu_tanh(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     # cuBLAS applies it to the product; on a CPU the operator is the exact GELU. It has no gradient.
-    trained = x.requires_grad or linear.weight.requires_grad or linear.bias.requires_grad
-    if x.is_cuda and is_plain(linear) and not trained:
+    operator = x.is_cuda and is_plain(linear)
+    if operator and not any(t.requires_grad for t in (x, linear.weight, linear.bias)):
         return torch._addmm_activation(linear.bias, x, linear.weight.t(), use_gelu=True)
     return F.gelu(linear(x), approximate="tanh")
 
@@ -138,10 +135,11 @@ _ACTIVATED = {"quick_gelu": _quick_gelu, "gelu_pytorch_tanh": _gelu_tanh}
 
 
 class MLP(nn.Module):
-    """down(activation(up(x)))."""
+    """down(activation(up(x))); widths as `tower_weights` pads."""
 
-    def __init__(self, config: VisionConfig, width: int) -> None:
+    def __init__(self, config: VisionConfig) -> None:
         super().__init__()
+        width = config.aligned_intermediate_size
         self.activation = config.family.activation
         self.up = nn.Linear(config.hidden_size, width)
         self.down = nn.Linear(width, config.hidden_size)
@@ -151,29 +149,17 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) x up(x)), of published widths.
-
-    Where these shut out the fast matrix kernels, forward and backward, the products' operands are
-    filled up with zeros within the pass, which changes no result.
-    """
+    """down(silu(gate(x)) x up(x)), gate and up in one product; widths as `tower_weights` pads."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        hidden, width = config.hidden_size, config.intermediate_size
-        self.gate = nn.Linear(hidden, width)
-        self.up = nn.Linear(hidden, width)
+        hidden, width = config.hidden_size, config.aligned_intermediate_size
+        self.gate_up = nn.Linear(hidden, 2 * width)
         self.down = nn.Linear(width, hidden)
-        self.filling = -width % _STORED if width % _ACCEPTED else 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.filling or not all(map(is_plain, (self.gate, self.up, self.down))):
-            return self.down(F.silu(self.gate(x)) * self.up(x))
-        hidden = F.silu(self._filled(self.gate, x)) * self._filled(self.up, x)
-        return F.linear(hidden, F.pad(self.down.weight, (0, self.filling)), self.down.bias)
-
-    def _filled(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        weight = F.pad(linear.weight, (0, 0, 0, self.filling))
-        return F.linear(x, weight, F.pad(linear.bias, (0, self.filling)))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -183,12 +169,12 @@ class Block(nn.Module):
     ends with the norm that the next block begins with: a sum and its norm are one kernel.
     """
 
-    def __init__(self, config: VisionConfig, mlp: nn.Module) -> None:
+    def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.norm1 = _norm(config, config.hidden_size)
         self.attn = Attention(config)
         self.norm2 = _norm(config, config.hidden_size)
-        self.mlp = mlp
+        self.mlp = (MLP if len(config.family.mlp_inputs) == 1 else GatedMLP)(config)
 
     def forward(
         self, x: torch.Tensor, normed: torch.Tensor, segments: Segments, next_norm: nn.Module
@@ -240,16 +226,6 @@ class LateNormBlock(nn.Module):
         self.attn.proj(x, self.attn(normed, segments))
         self.mlp(x, segments.implementation)
         return x, next_norm(x)
-
-
-def make_block(config: VisionConfig, trainable: bool) -> nn.Module:
-    """A layer with its parameters as `tower_weights` makes them, or as they are published."""
-    if trainable:
-        gated = len(config.family.mlp_inputs) == 2
-        return Block(config, GatedMLP(config) if gated else MLP(config, config.intermediate_size))
-    if config.family.late_norm:
-        return LateNormBlock(config)
-    return Block(config, MLP(config, config.aligned_intermediate_size))
 
 
 class PatchMerger(nn.Module):

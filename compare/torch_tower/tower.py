@@ -17,12 +17,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from compare.torch_tower.attention import FRAME_ATTENTION, check_provider, layout_segments
-from compare.torch_tower.blocks import PatchEmbed, PatchMerger, PositionTable, make_block
-from compare.torch_tower.device import as_tensor, find_device, free_memory
+from compare.torch_tower.blocks import Block, LateNormBlock, PatchEmbed, PatchMerger, PositionTable
+from compare.torch_tower.device import as_array, as_tensor, find_device, free_memory
 from compare.torch_tower.graphs import GraphCache, first_rows
 from compare.torch_tower.inputs import layout_tensors, patches_tensor
 from compare.torch_tower.pooling import segment_means
-from compare.torch_tower.training import trainable_parameters
 from flax_models import Layout, VisionConfig, choose_bucket, plan_layout, read_checkpoint
 from flax_models.common.buckets import (
     Bucket,
@@ -30,11 +29,12 @@ from flax_models.common.buckets import (
     check_token_buckets,
     exact_bucket,
 )
+from flax_models.common.checkpoint import write_checkpoint
 from flax_models.common.config import check_head_dim, check_name
 from flax_models.common.finite import non_finite_images
 from flax_models.common.grid import as_grid
 from flax_models.common.memory import check_memory
-from flax_models.common.weights import tower_parameters
+from flax_models.common.weights import published_tensors, tower_parameters
 from triton_kernels.attention import runs_kernel
 from triton_kernels.checks import IMPLEMENTATIONS
 
@@ -53,6 +53,9 @@ _VARIANTS = 256  # of one compiled function that a process may have; 8 by defaul
 class VisionTower(nn.Module):
     """A vision tower; `load_vision_tower` makes one that holds a checkpoint's weights.
 
+    Parameters are as `tower_weights` rearranges a checkpoint's, padding included, whose gradients
+    are exactly 0.
+
     Attributes:
         config: the tower's configuration.
         implementation, batch_invariant: of the attention, as in `triton_kernels`.
@@ -60,9 +63,9 @@ class VisionTower(nn.Module):
             after a change, `graphs.clear()` has to follow.
         token_buckets: padded token counts that calls choose from; None: the ladder of
             `choose_bucket`.
-        trainable: whether calls record gradients; parameters are the published ones then.
-        gradient_checkpointing: of a trainable tower: keep only what enters each block, which is
-            run again in a backward pass.
+        trainable: whether calls record gradients. Parameters are the published ones then.
+        gradient_checkpointing: whether a backward pass runs each block again instead of keeping
+            what is in it.
         graphs: the recorded passes; None: kernels are launched one by one.
         is_compiled: whether `torch.compile` fuses parts of it, see `compile_parts`.
     """
@@ -76,6 +79,7 @@ class VisionTower(nn.Module):
         frame_attention: str = "fused",
         token_buckets: Sequence[int] | None = None,
         trainable: bool = False,
+        gradient_checkpointing: bool = False,
     ) -> None:
         """Build a tower with random weights.
 
@@ -102,13 +106,14 @@ class VisionTower(nn.Module):
         self.frame_attention = frame_attention
         self.token_buckets = check_token_buckets(config, token_buckets)
         self.trainable = trainable
-        self.gradient_checkpointing = False
+        self.gradient_checkpointing = gradient_checkpointing
         self.graphs: GraphCache | None = None
         self.is_compiled = False
         self.patch_embed = PatchEmbed(config)
         has_table = config.num_position_embeddings is not None
         self.position_table = PositionTable(config) if has_table else None
-        self.blocks = nn.ModuleList([make_block(config, trainable) for _ in range(config.depth)])
+        block = LateNormBlock if config.family.late_norm and not trainable else Block
+        self.blocks = nn.ModuleList([block(config) for _ in range(config.depth)])
         self.merger = PatchMerger(config)
         self.deepstack_mergers = nn.ModuleList(
             [PatchMerger(config, norm_merged=True) for _ in config.deepstack_visual_indexes]
@@ -273,17 +278,13 @@ def load_vision_tower(
     batch_invariant: bool = False,
     frame_attention: str = "fused",
     token_buckets: Sequence[int] | None = None,
+    trainable: bool = False,
+    gradient_checkpointing: bool = False,
     compile: bool | None = None,
     cuda_graphs: bool | None = None,
     progress: bool | None = None,
-    trainable: bool = False,
 ) -> VisionTower:
     """Load a tower from a checkpoint in Hugging Face's format.
-
-    One for inference holds its weights as the kernels like them. A trainable one holds the tensors
-    of the checkpoint: to train it is to train Hugging Face's, and `save_vision_tower` writes it
-    back. Its calls record gradients, those of patches too if they want one. Whatever trains modules
-    of PyTorch trains it; `gradient_checkpointing`, an attribute, saves memory.
 
     Args:
         directory: of a vision tower, or of a whole vision-language model, of which only the tower
@@ -297,6 +298,12 @@ def load_vision_tower(
             length, padded by whole frames. All but the first take bfloat16 and float16 on a GPU.
         token_buckets: padded token counts that calls choose from. None: a ladder that pads little
             and records seldom, see `choose_bucket`; calls that are not recorded are not padded.
+        trainable: hold the published parameters, which `save_vision_tower` writes, and record
+            gradients of them, and of patches that want one; by what trains modules of PyTorch.
+            `frame_attention` is "fused" then. For inference Qwen2.5-VL's MLPs have other
+            parameters, which are faster.
+        gradient_checkpointing: let a backward pass keep the input of each block alone and run the
+            block again: less memory, a third more time.
         compile: have `torch.compile` fuse what lies between the matrix products and the attention
             of a block, and the interpolation of positions. The first call compiles for every image
             size to come. Raises PyTorch's limit of variants, as each tower takes some. None: on a
@@ -305,7 +312,6 @@ def load_vision_tower(
             the kernels run; the reference asks the GPU for values, which no graph can. Not of a
             trainable tower.
         progress: show progress on standard error. None: only where that is a terminal.
-        trainable: whether it is to be trained; `frame_attention` is "fused" then.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used, see `read_checkpoint`.
@@ -337,21 +343,38 @@ def load_vision_tower(
             frame_attention=frame_attention,
             token_buckets=token_buckets,
             trainable=trainable,
+            gradient_checkpointing=gradient_checkpointing,
         )
     check_provider(frame_attention, config, dtype, target)
     tensors = read_checkpoint(config, directory, progress)
-    if trainable:
-        parameters = trainable_parameters(config, tensors, dtype)
-    else:
-        arrays = tower_parameters(config, tensors, _name(dtype))
-        parameters = {name: as_tensor(parameter) for name, parameter in arrays}
-    parameters = {name: parameter.to(target) for name, parameter in parameters.items()}
+    parameters = {
+        name: as_tensor(parameter).to(target)
+        for name, parameter in tower_parameters(config, tensors, _name(dtype), trainable)
+    }
     tower.load_state_dict(parameters, assign=True)
     if compile:
         tower.compile_parts()
     if cuda_graphs:
         tower.graphs = GraphCache()
     return tower.requires_grad_(trainable).eval()
+
+
+def save_vision_tower(tower: VisionTower, directory: str | os.PathLike[str]) -> None:
+    """Write a trainable tower as Hugging Face's `save_pretrained` writes its own: the tower alone.
+
+    Args:
+        tower: loaded with `trainable=True`; families other than Qwen2.5-VL's may be without.
+        directory: is made where there is none; gets model.safetensors, in the parameters' dtype,
+            and config.json.
+
+    Raises:
+        FileExistsError: the directory holds a checkpoint, maybe of a whole model.
+        OSError: it cannot be made or written to.
+        ValueError: other parameters than the published ones, such as an adapter's; some that are
+            not finite, or not 0 where they are padded; a `norm_eps` of its own.
+    """
+    parameters = {name: as_array(parameter) for name, parameter in tower.named_parameters()}
+    write_checkpoint(tower.config, published_tensors(tower.config, parameters), directory)
 
 
 def host_grid(grid_thw: Any) -> Any:

@@ -235,4 +235,6 @@ def test_where_nothing_is_saved(tower, tmp_path):
 def test_a_saved_towers_files(tower, tmp_path):
     """As Hugging Face's: for other users to read, with the tensors' dtype and format."""
     save_vision_tower(tower, tmp_path / "new" / "tower")
-    assert json.loads((tmp_path / "new" / "tower" / "config.json").read_text())["dtype"] == "float32"
+    assert (
+        json.loads((tmp_path / "new" / "tower" / "config.json").read_text())["dtype"] == "float32"
+    )
