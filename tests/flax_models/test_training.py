@@ -1,7 +1,5 @@
 """A trainable Flax tower: its gradients are Hugging Face's, and what is saved is its format."""
 
-import json
-
 import pytest
 
 jax = pytest.importorskip("jax")
@@ -23,6 +21,7 @@ from flax_models import (  # noqa: E402
 )
 from flax_models.common.weights import published_tensors  # noqa: E402
 from flax_models.tower import VisionTower  # noqa: E402
+from tests.pallas_kernels.no_gpu import products  # noqa: E402
 from tests.tower_checkpoints import (  # noqa: E402
     SMALL_TOWERS,
     random_patches,
@@ -33,7 +32,7 @@ from tests.tower_checkpoints import (  # noqa: E402
 from tests.tower_contract import BF16_FACTOR, relative_error  # noqa: E402
 
 GRID = [(1, 18, 26), (2, 10, 8)]
-TOLERANCE = 1e-5  # relative RMS of each parameter's gradient in fp32
+TOLERANCE = 3e-5  # relative RMS of each parameter's gradient in fp32
 BF16_FACTOR_OF_ONE = 1.5  # of one parameter's; BF16_FACTOR is of all together
 RATE = 1e-3
 
@@ -112,7 +111,7 @@ def test_gradients_are_hugging_faces(directory, hugging_face, remat):
         assert relative_error(gradient, hugging_face[name]) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("config", ["head_dim_16"], indirect=True)
+@pytest.mark.parametrize("config", ["qwen2_5_omni"], indirect=True)
 def test_gradients_through_the_kernels(directory, hugging_face):
     options = {"trainable": True, "implementation": "kernel"}
     for name, gradient in gradients(load_vision_tower(directory, jnp.float32, **options)).items():
@@ -131,6 +130,19 @@ def test_gradients_in_bf16_are_no_further_than_hugging_faces(directory, hugging_
         for x in (ours, theirs, hugging_face)
     )
     assert relative_error(ours, exact) < BF16_FACTOR * relative_error(theirs, exact)
+
+
+@pytest.mark.parametrize("config", ["head_dim_16", "qwen2_vl", "qwen3_vl"], indirect=True)
+def test_gradients_in_fp32_are_never_multiplied_in_tf32(config, tmp_path):
+    """Which a GPU would by default."""
+    options = {"trainable": True, "implementation": "kernel"}
+    tower = load_vision_tower(write_checkpoint(tmp_path, config), jnp.float32, **options)
+    found = [
+        eqn.params["precision"]
+        for eqn in products(jax.make_jaxpr(jax.grad(make_loss(tower)))(tower))
+    ]
+    assert len(found) > 3 * 4 * config.depth  # forward, and two of each backward
+    assert set(found) == {(jax.lax.Precision.HIGHEST,) * 2}
 
 
 def test_a_step_makes_what_hugging_face_would_hold(config, directory, tmp_path):
@@ -228,13 +240,5 @@ def test_where_nothing_is_saved(tower, tmp_path):
         with pytest.raises(FileExistsError, match=rf"holds a checkpoint, its {name}"):
             save_vision_tower(tower, directory)
         assert [path.name for path in directory.iterdir()] == [name]
-    with pytest.raises(OSError, match="config_json/config.json"):
-        save_vision_tower(tower, tmp_path / "config_json" / "config.json")
-
-
-def test_a_saved_towers_files(tower, tmp_path):
-    """As Hugging Face's: for other users to read, with the tensors' dtype and format."""
-    save_vision_tower(tower, tmp_path / "new" / "tower")
-    assert (
-        json.loads((tmp_path / "new" / "tower" / "config.json").read_text())["dtype"] == "float32"
-    )
+    with pytest.raises(NotADirectoryError, match="below_a_file"):
+        save_vision_tower(tower, tmp_path / "config_json" / "config.json" / "below_a_file")
