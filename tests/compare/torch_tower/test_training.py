@@ -14,7 +14,9 @@ from safetensors.numpy import load_file  # noqa: E402
 
 from compare.implementations.huggingface import vision_classes  # noqa: E402
 from compare.torch_tower import load_vision_tower, save_vision_tower  # noqa: E402
-from flax_models import VisionConfig  # noqa: E402
+from compare.torch_tower.blocks import PositionTable  # noqa: E402
+from compare.torch_tower.inputs import layout_tensors  # noqa: E402
+from flax_models import VisionConfig, plan_layout  # noqa: E402
 from flax_models.common.weights import published_tensors  # noqa: E402
 from tests.compare.torch_tower.torch_results import numpy, tensors  # noqa: E402
 from tests.tower_checkpoints import (  # noqa: E402
@@ -163,6 +165,21 @@ def test_gradients_in_bf16_are_no_further_than_hugging_faces(directory, hugging_
         assert relative_error(ours[name], expected) < BF16_FACTOR_OF_ONE * error, name
     ours, theirs, exact = (all_of(x, hugging_face[1]) for x in (ours, theirs, exact))
     assert relative_error(ours, exact) < BF16_FACTOR * relative_error(theirs, exact)
+
+
+def test_a_position_s_gradient_is_summed_in_fp32():
+    config = SMALL_TOWERS["qwen3_vl"]
+    layout = layout_tensors(plan_layout(config, [(1, 12, 12)] * 16), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    wanted = torch.randn(len(layout.positions), config.hidden_size, generator=generator)
+
+    def gradient(dtype):
+        table = PositionTable(config).to(dtype)
+        learned = table(layout.positions, layout.frame_sizes).to(dtype)
+        learned.backward(wanted.bfloat16().to(dtype))
+        return numpy(table.weight.grad)
+
+    assert relative_error(gradient(torch.bfloat16), gradient(torch.float32)) < 4e-3
 
 
 @two_towers
