@@ -15,7 +15,7 @@ from compare.common.console import say
 from compare.common.errors import InputError
 from compare.common.result_files import Record
 from compare.report.report import REPORT, read_readme, update_readme, write_report
-from compare.workloads.kernels import KERNEL_WORKLOADS, choose
+from compare.workloads.kernels import KERNEL_WORKLOADS, TRAINING_WORKLOADS, choose
 from compare.workloads.towers import INTEGRATION_WORKLOADS, TOWER_WORKLOADS
 
 if TYPE_CHECKING:
@@ -73,6 +73,18 @@ def run_invariance(options: Namespace) -> int:
 
     ours = [twin(batch_invariant=which) for twin in (triton, pallas) for which in (False, True)]
     return _keep(options, path, *bench_kernels(chosen, ours))
+
+
+def run_training(options: Namespace) -> int:
+    """Time the kernels forward and backward."""
+    chosen = choose(TRAINING_WORKLOADS, options.workload)
+    path = _benchmark_path(options)
+    from compare.bench.kernels import all_implementations, bench_kernels
+    from compare.implementations.kernels import with_gradient
+
+    return _keep(
+        options, path, *bench_kernels(chosen, list(map(with_gradient, all_implementations())))
+    )
 
 
 def run_tune(options: Namespace) -> int:

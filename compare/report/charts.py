@@ -98,7 +98,7 @@ def timing_chart(results: Results, workloads: Sequence[str], title: str, path: P
         for panel in row[len(group) :]:
             panel.set_axis_off()
         _name_bars(row[0], list(bars))
-    calls = "" if results.part == "kernels" else ", each call waited for"
+    calls = "" if results.part in ("kernels", "training") else ", each call waited for"
     _save(figure, f"{title}, {unit}{calls} (lower is better; dashed: floor)", path)
 
 

@@ -14,6 +14,7 @@ _KERNELS, _TOWERS = ("µs", 1.0), ("ms", 1e3)
 UNITS = {
     "kernels": _KERNELS,
     "invariance": _KERNELS,
+    "training": _KERNELS,
     "towers": _TOWERS,
     "integration": _TOWERS,
 }

@@ -22,7 +22,16 @@ from compare.report.summary import hero_bars, summary_sentences, summary_table
 from compare.workloads.towers import TOWERS
 
 REPORT = "report.md"  # its name in a directory of results, and in that of each device
-PARTS = ("agreement", "stress", "kernels", "fusion", "invariance", "towers", "integration")
+PARTS = (
+    "agreement",
+    "stress",
+    "kernels",
+    "fusion",
+    "invariance",
+    "training",
+    "towers",
+    "integration",
+)
 _FORMER_NAMES = {"stress": "trust"}  # of a part and its file
 _HERO = "hero.svg"
 _NOTES = "notes/README.md"  # what somebody wrote about the results beside it
@@ -44,6 +53,10 @@ _METHODS = {
     "invariance": "Clocks, floor and brackets as in the kernels' tables; the error is that of "
     "either call. A batch-invariant call launches what its segments' own lengths ask for, so long "
     "ones never the warp-specialized kernel.",
+    "training": "A call and its backward pass, the gradient in qkv as the result. Clocks and "
+    "brackets as in the kernels' tables. Floor: the bytes and products of both passes, five of "
+    "these in the backward one. The error is that of the gradient in q, k or v which is nearest to "
+    "its limit. Memory: beside the inputs, the result included, PyTorch's alone.",
     "towers": "Random weights at the published sizes. Wall time of whole calls, inputs on the GPU, "
     "each waited for; of calls in a row only the last is. The first call of a size, which compiles "
     "and plans, stands by itself. Floor: all products at the matrix rate and the windows' bytes at "
@@ -72,6 +85,7 @@ _TITLES = {
     "kernels": "Kernels",
     "fusion": "How much of the rotation to fuse",
     "invariance": "What batch invariance costs",
+    "training": "Forward and backward",
     "towers": "Towers",
     "windows": "Windowed attention, one layer, RoPE included",
     "frames": "Whole-frame attention, one layer, RoPE included",
@@ -310,11 +324,15 @@ def _timings(measured: Results, family: str, workloads: Sequence[str]) -> _Secti
     if measured.part == "invariance":  # the family's remarks and chart are those of the kernels
         return _Section("\n\n".join(times), title)
     remarks = [_REMARKS[family]] if family in _REMARKS else []
+    of_chart, chart = _title(family), f"{family}.svg"
+    if measured.part == "training":  # of the kernels' families
+        remarks, of_chart = [], f"{of_chart}, forward and backward"
+        chart = f"training-{chart}"
     return _Section(
         "\n\n".join([*times, *remarks]),
         title,
-        f"{family}.svg",
-        lambda charts, path: charts.timing_chart(measured, workloads, _title(family), path),
+        chart,
+        lambda charts, path: charts.timing_chart(measured, workloads, of_chart, path),
     )
 
 

@@ -33,6 +33,8 @@ _COUNTERPART = {
     ("integration", "torch"): "accelerated",
     ("invariance", "torch"): "triton",
     ("invariance", "jax"): "pallas",
+    ("training", "torch"): "triton",
+    ("training", "jax"): "pallas",
 }
 
 
@@ -143,11 +145,13 @@ def timing_tables(results: Results, workloads: Sequence[str]) -> list[str]:
     found = [_medians(results, workloads, columns, names)]
     if results.part == "invariance":
         return found
-    if results.part == "kernels":
-        columns = [_ratios(results, workload) for workload in workloads]
-        ratios = dict.fromkeys(name for column in columns for name in column)
-        rows = _rows(ratios, columns, lambda column, name: column.get(name, "–"))
+    if results.part in ("kernels", "training"):
+        ratios = [_ratios(results, workload) for workload in workloads]
+        told = dict.fromkeys(name for column in ratios for name in column)
+        rows = _rows(told, ratios, lambda column, name: column.get(name, "–"))
         found.append(_details("ratio", workloads, rows))
+        rows = _rows(names, columns, _memory)
+        found.append(_details("most memory of a call, MiB", workloads, rows))
     else:
         for title, key in (("calls in a row", "row_us"), ("kernels alone", "profiler_us")):
             rows = _rows(names, columns, partial(_time, results.part, key))
@@ -241,6 +245,10 @@ def _rate(records: Column, name: str) -> str:
     tokens = number(record["tokens_per_s"] / 1e3)
     frames = record.get("frames_per_s")
     return tokens if frames is None else f"{tokens} ({frames:.0f} frames)"
+
+
+def _memory(records: Column, name: str) -> str:
+    return number(records.get(name, {}).get("peak_memory_mib"))
 
 
 def _resources(records: Column, name: str) -> str:

@@ -80,6 +80,20 @@ def test_a_readmes_blocks_are_renewed_and_the_rest_kept(directory, tmp_path):
     assert readme.read_text() == once
 
 
+def test_training_stands_beside_the_kernels_of_the_same_families(directory):
+    kernels = result_files.read(directory / "imaginary-gpu" / "kernels.json")
+    path = directory / "imaginary-gpu" / "training.json"
+    records = [{**record, "peak_memory_mib": 7.25} for record in kernels.records]
+    result_files.write(replace(kernels, part="training", records=records), path)
+    report.write_report(directory, directory / "report.md")
+    text = (path.parent / "report.md").read_text().partition("## Forward and backward\n")[2]
+    assert "(training-windows.svg)" in text
+    assert "| most memory of a call, MiB |" in text
+    assert "| triton | 7.25 | 7.25 |" in text
+    for chart in ("windows.svg", "training-windows.svg"):
+        assert (path.parent / chart).is_file()
+
+
 def test_a_summary_of_the_results(directory, tmp_path):
     (parts,) = report.read_devices(directory).values()
     lines = summary_table(parts).splitlines()
