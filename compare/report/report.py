@@ -93,7 +93,12 @@ _TITLES = {
     "frames_other": "Whole-frame attention, other shapes",
     "rotate": "Rotation of Q and K as a pass of its own",
     **{family: f"Whole tower of {model}" for family, model in _MODELS.items()},
-    "integration": "Hugging Face's tower of Qwen2.5-VL 7B, untouched and accelerated",
+    "integration": "Hugging Face's tower, untouched and accelerated",
+}
+_INTEGRATED = {
+    "integration": _MODELS["tower"],
+    "integration_qwen3": _MODELS["qwen3-tower"],
+    "integration_qwen3_5": "Qwen3.5, 24 layers of 16 heads x 64",
 }
 
 _Parts = Mapping[str, Results]
@@ -319,12 +324,14 @@ def _fusion(measured: Results) -> _Section:
 
 
 def _timings(measured: Results, family: str, workloads: Sequence[str]) -> _Section:
-    title = "" if family == measured.part else _title(family)
+    title = _title(family)
+    if family in _INTEGRATED:
+        title = f"Hugging Face's tower of {_INTEGRATED[family]}"
     times = tables.timing_tables(measured, workloads)
     if measured.part == "invariance":  # the family's remarks and chart are those of the kernels
         return _Section("\n\n".join(times), title)
     remarks = [_REMARKS[family]] if family in _REMARKS else []
-    of_chart, chart = _title(family), f"{family}.svg"
+    of_chart, chart = title, f"{family}.svg"
     if measured.part == "training":  # of the kernels' families
         remarks, of_chart = [], f"{of_chart}, forward and backward"
         chart = f"training-{chart}"

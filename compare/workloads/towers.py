@@ -135,8 +135,21 @@ TOWER_WORKLOADS = {
     ]
 }
 
-# Of Hugging Face's own tower, untouched and accelerated.
+# Hugging Face's own towers that are measured untouched and accelerated. The last one is of the
+# smaller models of Qwen3.5.
+INTEGRATIONS = {
+    "integration": TOWERS["tower"],
+    "integration_qwen3": TOWERS["qwen3-tower"],
+    "integration_qwen3_5": VisionConfig.of(
+        "qwen3_5",
+        **{"depth": 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size": 4096},
+    ),
+}
+
 INTEGRATION_WORKLOADS = {
     workload.name: workload
-    for workload in [TowerWorkload(f"integration-{side}", (Visual(side, side),)) for side in SIDES]
+    for family, config in INTEGRATIONS.items()
+    for workload in [
+        TowerWorkload(f"{family}-{side}", (Visual(side, side),), config) for side in SIDES
+    ]
 }

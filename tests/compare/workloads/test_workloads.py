@@ -29,7 +29,8 @@ def test_names():
     towers = ("tower", "qwen2-tower", "qwen3-tower")
     shared = [f"{tower}-{size}" for tower in towers for size in sizes]
     assert list(TOWER_WORKLOADS) == [*shared, "tower-video-8x16x448", "tower-batch-32"]
-    assert list(INTEGRATION_WORKLOADS) == [f"integration-{s}" for s in SIDES]
+    integrations = ("integration", "integration_qwen3", "integration_qwen3_5")
+    assert list(INTEGRATION_WORKLOADS) == [f"{i}-{s}" for i in integrations for s in SIDES]
 
 
 @pytest.mark.parametrize("side", SIDES)
