@@ -14,7 +14,6 @@ from compare.report import report
 from compare.report.summary import summary_table
 from tests.compare import synthetic
 
-
 REASONED = ["Kernels", "Towers", report._title("integration")]
 
 

@@ -331,10 +331,11 @@ def test_the_table_tells_cases_and_findings():
     results = synthetic.as_results("stress", [good, bad, once, server])
     table = stress_table(results)
     cases = "triton 1,234 (rotate 1,000, window 1,234), pallas 10 (window 6, stream 4)"
+    memory = "memory +3 MiB on the host and +0 on the device"
     assert table.splitlines()[2:] == [
         f"| anything | {cases} | nothing wrong; **pallas: 2 findings**, first: row 3 is NaN |",
         "| anything | pallas 1 | **pallas: 1 finding**, first: padding is not 0 |",
-        "| calls | torch 9 | torch: nothing wrong, memory +3 MiB on the host and +0 on the device |",
+        f"| calls | torch 9 | torch: nothing wrong, {memory} |",
     ]
     line = stress_line(results)
     assert line.startswith("1,245 cases of ")
