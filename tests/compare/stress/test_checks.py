@@ -105,6 +105,11 @@ def depend_on_the_place(out, arguments):
     return out * (1 + row // 32 % 2 * 2**-6).to(out.dtype)
 
 
+def depend_on_the_call(out, arguments):
+    """As of a table of launches that asks how many rows there are."""
+    return out * (1 + (len(out) > 150) * 2**-6)
+
+
 def overflow(out, arguments):
     large = arguments[0].float().abs().max() > 1000
     return out * float("nan") if large else out
@@ -133,6 +138,8 @@ def fail(out, arguments):
         ("huge", forget_the_end, "from segment 3"),
         ("determinism", flicker, "run 1 differs"),
         ("place", depend_on_the_place, "29 tokens from 33 on"),
+        ("invariance", depend_on_the_place, "29 tokens from 33 of 198 on"),
+        ("invariance", depend_on_the_call, "other bits than from 0 of 29 on"),
         ("numerics", overflow, "near fp16's largest"),
         ("numerics", be_four_times_as_wrong, "error"),
         ("huge", fail, "RuntimeError: launch failed"),
@@ -146,6 +153,19 @@ def test_what_is_wrong_is_found(name, spoil, note):
     record = findings(name, Wrong(spoil))
     assert record.details["findings"] >= 1
     assert note in record.note
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+def test_batch_invariance_is_asked_for(monkeypatch, subject):
+    """Two kernels serve a call that may hold long segments, of which the usual one has the latter
+    serve all.
+    """
+    sizes = dataclasses.replace(SIZES, fuse=("none",), lengths=(20,), starts=(0, 11))
+    monkeypatch.setattr(kernels, "DTYPES", {"bfloat16": kernels.DTYPES["bfloat16"]})
+    record = checks.run_check(CHECKS["invariance"], subject, sizes)
+    assert record.passed, record.note
+    assert record.details["cases"] == 1
+    assert record.details["kernels"] == {"rotate": 1, "window": 1, "stream": 1}
 
 
 class ByEights(Wrong):
@@ -207,8 +227,11 @@ def test_every_check_reaches_every_kernel(on_hopper, monkeypatch, name):
     sizes = dataclasses.replace(ON_GPU, routes=routes, hostile=12, far_heads=1)
     reached = checks.run_check(CHECKS[name], Launching(), sizes).details["kernels"]
     gradients = CHECKS[name].gradients
-    assert list(reached) == [*ON_HOPPER, *(BACKWARD if gradients else ())]
     assert min(reached.values()) > 0
+    if name == "invariance":  # whose calls are served by all others at once
+        assert list(reached) == list(EVERYWHERE)
+        return
+    assert list(reached) == [*ON_HOPPER, *(BACKWARD if gradients else ())]
     # All is rotated beforehand, and each case is of one kernel.
     assert reached.pop("rotate") == sum(reached.values()) or gradients
 
