@@ -105,6 +105,11 @@ def depend_on_the_place(out, arguments):
     return out * (1 + row // 32 % 2 * 2**-6).to(out.dtype)
 
 
+def depend_on_the_call(out, arguments):
+    """As of a table of launches that asks how many rows there are."""
+    return out * (1 + (len(out) > 150) * 2**-6)
+
+
 def overflow(out, arguments):
     large = arguments[0].float().abs().max() > 1000
     return out * float("nan") if large else out
@@ -133,6 +138,8 @@ def fail(out, arguments):
         ("huge", forget_the_end, "from segment 3"),
         ("determinism", flicker, "run 1 differs"),
         ("place", depend_on_the_place, "29 tokens from 33 on"),
+        ("invariance", depend_on_the_place, "29 tokens from 33 of 198 on"),
+        ("invariance", depend_on_the_call, "other bits than from 0 of 29 on"),
         ("numerics", overflow, "near fp16's largest"),
         ("numerics", be_four_times_as_wrong, "error"),
         ("huge", fail, "RuntimeError: launch failed"),
@@ -146,6 +153,19 @@ def test_what_is_wrong_is_found(name, spoil, note):
     record = findings(name, Wrong(spoil))
     assert record.details["findings"] >= 1
     assert note in record.note
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+def test_batch_invariance_is_asked_for(monkeypatch, subject):
+    """Two kernels serve a call that may hold long segments, of which the usual one has the latter
+    serve all.
+    """
+    sizes = dataclasses.replace(SIZES, fuse=("none",), lengths=(20,), starts=(0, 11))
+    monkeypatch.setattr(kernels, "DTYPES", {"bfloat16": kernels.DTYPES["bfloat16"]})
+    record = checks.run_check(CHECKS["invariance"], subject, sizes)
+    assert record.passed, record.note
+    assert record.details["cases"] == 1
+    assert record.details["kernels"] == {"rotate": 1, "window": 1, "stream": 1}
 
 
 class ByEights(Wrong):
@@ -207,8 +227,11 @@ def test_every_check_reaches_every_kernel(on_hopper, monkeypatch, name):
     sizes = dataclasses.replace(ON_GPU, routes=routes, hostile=12, far_heads=1)
     reached = checks.run_check(CHECKS[name], Launching(), sizes).details["kernels"]
     gradients = CHECKS[name].gradients
-    assert list(reached) == [*ON_HOPPER, *(BACKWARD if gradients else ())]
     assert min(reached.values()) > 0
+    if name == "invariance":  # whose calls are served by all others at once
+        assert list(reached) == list(EVERYWHERE)
+        return
+    assert list(reached) == [*ON_HOPPER, *(BACKWARD if gradients else ())]
     # All is rotated beforehand, and each case is of one kernel.
     assert reached.pop("rotate") == sum(reached.values()) or gradients
 
@@ -321,7 +344,7 @@ def test_the_table_tells_cases_and_findings():
     good = checks.outcome("hostile", "triton", "anything", 1234, [], kernels=reached)
     found, others = ["row 3 is NaN", "another"], {"window": 6, "stream": 4}
     bad = checks.outcome("hostile", "pallas", "anything", 10, found, kernels=others)
-    once = checks.outcome("poison", "pallas", "NaN", 1, ["padding is not 0"])
+    once = checks.outcome("poison", "pallas", "anything", 1, ["padding is not 0"])
     empty = checks.outcome("place", "triton", "moved", 0, [])
     server = checks.outcome(
         "server", "torch", "calls", 9, [], host_growth_mib=3.2, device_growth_mib=-0.1
@@ -331,14 +354,17 @@ def test_the_table_tells_cases_and_findings():
     results = synthetic.as_results("stress", [good, bad, once, server])
     table = stress_table(results)
     cases = "triton 1,234 (rotate 1,000, window 1,234), pallas 10 (window 6, stream 4)"
-    assert f"| anything | {cases} | nothing wrong; **pallas: 2 findings**" in table
+    memory = "memory +3 MiB on the host and +0 on the device"
+    assert table.splitlines()[2:] == [
+        f"| anything | {cases} | nothing wrong; **pallas: 2 findings**, first: row 3 is NaN |",
+        "| anything | pallas 1 | **pallas: 1 finding**, first: padding is not 0 |",
+        f"| calls | torch 9 | torch: nothing wrong, {memory} |",
+    ]
     line = stress_line(results)
     assert line.startswith("1,245 cases of ")
     told = "(rotate 1,000, window 1,240, stream 4), 9 calls of busy towers: **pallas: 2 "
     assert told in line
     assert "**pallas: 1 finding**, first: padding is not 0" in line
-    assert "row 3 is NaN" in table
-    assert "| torch 9 | torch: nothing wrong, memory +3 MiB on the host and +0 on" in table
 
 
 def test_without_a_checkpoint_for_the_towers_what_kernels_did_is_kept(monkeypatch):
