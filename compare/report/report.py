@@ -56,7 +56,9 @@ _METHODS = {
     "training": "A call and its backward pass, the gradient in qkv as the result. Clocks and "
     "brackets as in the kernels' tables. Floor: the bytes and products of both passes, five of "
     "these in the backward one. The error is that of the gradient in q, k or v which is nearest to "
-    "its limit. Memory: beside the inputs, the result included, PyTorch's alone.",
+    "its limit. Memory: beside the inputs, the result included, PyTorch's alone. Of towers: a "
+    "step's forward and backward pass and an update of all parameters by plain gradient descent, "
+    "by the wall; the error is that of the gradient of the patch embedding's weights.",
     "towers": "Random weights at the published sizes. Wall time of whole calls, inputs on the GPU, "
     "each waited for; of calls in a row only the last is. The first call of a size, which compiles "
     "and plans, stands by itself. Floor: all products at the matrix rate and the windows' bytes at "
@@ -332,7 +334,7 @@ def _timings(measured: Results, family: str, workloads: Sequence[str]) -> _Secti
         return _Section("\n\n".join(times), title)
     remarks = [_REMARKS[family]] if family in _REMARKS else []
     of_chart, chart = title, f"{family}.svg"
-    if measured.part == "training":  # of the kernels' families
+    if measured.part == "training":  # of the families of kernels and towers
         remarks, of_chart = [], f"{of_chart}, forward and backward"
         chart = f"training-{chart}"
     return _Section(
