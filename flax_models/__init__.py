@@ -40,9 +40,10 @@ __all__ = [
     "preprocess_videos",
     "read_checkpoint",
     "rotary_angles",
+    "save_vision_tower",
 ]
 
-_OF_THE_TOWER = ("VisionTower", "encode", "load_vision_tower")
+_OF_THE_TOWER = ("VisionTower", "encode", "load_vision_tower", "save_vision_tower")
 
 
 def __getattr__(name: str) -> Any:

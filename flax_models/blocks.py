@@ -3,6 +3,8 @@
 Every layer takes and returns [tokens, channels] in the tower's dtype; sums within it are fp32.
 No rank or dtype is left for JAX to promote, since a program may forbid promotion.
 Parameters have the names of `tower_weights` and placeholder values until they are loaded.
+A backward pass computes norms and activations again (`jax.checkpoint`) from what is in memory
+anyway: their fp32 intermediates would be most of what it keeps.
 """
 
 from functools import partial
@@ -32,7 +34,20 @@ class Linear(nnx.Module):
         # A product in x's own dtype, not in fp32: only then does XLA hand the bias to cuBLAS, which
         # adds it in fp32 and rounds once.
         y = product(x, self.weight[...], x.dtype)
-        return y if self.bias is None else y + self.bias[None]
+        return y if self.bias is None else _add_bias(y, self.bias[...])
+
+
+@jax.custom_vjp
+def _add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """y + bias, whose gradient is summed in fp32; by itself JAX rounds after every token."""
+    return y + bias[None]
+
+
+def _bias_gradient(_: None, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return grad, grad.astype(jnp.float32).sum(axis=0).astype(grad.dtype)
+
+
+_add_bias.defvjp(lambda y, bias: (_add_bias(y, bias), None), _bias_gradient)
 
 
 class RMSNorm(nnx.Module):
@@ -43,10 +58,15 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((features,), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean_square + self.eps)
-        return (normed * self.weight[...].astype(jnp.float32)[None]).astype(x.dtype)
+        return _rms_norm(self.eps, x, self.weight[...])
+
+
+@partial(jax.checkpoint, static_argnums=0)
+def _rms_norm(eps: float, x: jax.Array, weight: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(mean_square + eps)
+    return (normed * weight.astype(jnp.float32)[None]).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -58,12 +78,17 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((features,), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
-        normed = centred * jax.lax.rsqrt(variance + self.eps)
-        weight, bias = (p[...].astype(jnp.float32)[None] for p in (self.weight, self.bias))
-        return (normed * weight + bias).astype(x.dtype)
+        return _layer_norm(self.eps, x, self.weight[...], self.bias[...])
+
+
+@partial(jax.checkpoint, static_argnums=0)
+def _layer_norm(eps: float, x: jax.Array, *weight_and_bias: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(variance + eps)
+    weight, bias = (p.astype(jnp.float32)[None] for p in weight_and_bias)
+    return (normed * weight + bias).astype(x.dtype)
 
 
 _NORMS = {"rms": RMSNorm, "layer": LayerNorm}
@@ -106,17 +131,17 @@ class PositionTable(nnx.Module):
         shares = jnp.stack([1 - upper_share, upper_share], axis=-1)
         corners = (row[:, :, None] * self.side + column[:, None, :]).reshape(-1, 4)
         weights = (shares[:, 0, :, None] * shares[:, 1, None, :]).reshape(-1, 4, 1)
-        return (self.weight[...][corners].astype(jnp.float32) * weights).sum(axis=1)
+        # In fp32 before it is read: an entry's gradient is a sum over all that read it.
+        return (self.weight[...].astype(jnp.float32)[corners] * weights).sum(axis=1)
 
 
 class Attention(nnx.Module):
     """Self-attention within segments, without the product `proj` that the block ends it by."""
 
-    def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
+    def __init__(self, config: VisionConfig, dtype: DTypeLike, proj_bias: bool = True) -> None:
         self.num_heads = config.num_heads
         self.head_dim = config.head_dim
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, dtype)
-        proj_bias = not config.family.late_norm
         self.proj = Linear(config.hidden_size, config.hidden_size, dtype, proj_bias)
 
     def __call__(self, x: jax.Array, segments: Segments) -> jax.Array:
@@ -125,11 +150,13 @@ class Attention(nnx.Module):
         return attend(qkv, segments).reshape(tokens, -1)
 
 
+@jax.checkpoint
 def _quick_gelu(x: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     return (wide * jax.nn.sigmoid(1.702 * wide)).astype(x.dtype)
 
 
+@jax.checkpoint
 def _gelu(x: jax.Array) -> jax.Array:
     gelu = partial(jax.nn.gelu, approximate=True)
     return jax.lax.platform_dependent(
@@ -157,6 +184,24 @@ class MLP(nnx.Module):
         return self.down(_ACTIVATIONS[self.activation](self.up(x)))
 
 
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) x up(x)), gate and up in one product; widths as `tower_weights` pads."""
+
+    def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
+        hidden, width = config.hidden_size, config.aligned_intermediate_size
+        self.gate_up = Linear(hidden, 2 * width, dtype)
+        self.down = Linear(width, hidden, dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(_gated(self.gate_up(x)))
+
+
+@jax.checkpoint
+def _gated(gate_up: jax.Array) -> jax.Array:
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
 class Block(nnx.Module):
     """One layer: attention and MLP, each after a norm and added to the residual stream."""
 
@@ -164,7 +209,7 @@ class Block(nnx.Module):
         self.norm1 = _norm(config, config.hidden_size, dtype)
         self.attn = Attention(config, dtype)
         self.norm2 = _norm(config, config.hidden_size, dtype)
-        self.mlp = MLP(config, dtype)
+        self.mlp = (MLP if len(config.family.mlp_inputs) == 1 else GatedMLP)(config, dtype)
 
     def __call__(self, x: jax.Array, segments: Segments) -> jax.Array:
         x = _add(x, self.attn.proj(self.attn(self.norm1(x), segments)))
@@ -266,7 +311,7 @@ class LateNormBlock(nnx.Module):
 
     def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
         self.norm1 = _norm(config, config.hidden_size, dtype)
-        self.attn = Attention(config, dtype)
+        self.attn = Attention(config, dtype, proj_bias=False)
         self.mlp = LateNormMLP(config, dtype)
 
     def __call__(self, x: jax.Array, segments: Segments) -> jax.Array:

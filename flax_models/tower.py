@@ -7,6 +7,7 @@ data, so one compilation serves every mix of images and clips that fits the buck
 
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,12 @@ from jax.typing import ArrayLike, DTypeLike
 from flax_models.attention import FRAME_ATTENTION, Segments, check_provider, layout_segments
 from flax_models.blocks import Block, LateNormBlock, PatchEmbed, PatchMerger, PositionTable
 from flax_models.common.buckets import bucket_of_equal_frames, check_token_buckets, choose_bucket
-from flax_models.common.checkpoint import read_checkpoint
+from flax_models.common.checkpoint import read_checkpoint, write_checkpoint
 from flax_models.common.config import VisionConfig, check_head_dim, check_name
 from flax_models.common.finite import is_finite, non_finite_images
 from flax_models.common.layout import Layout, plan_layout
 from flax_models.common.memory import check_memory
-from flax_models.common.weights import tower_parameters
+from flax_models.common.weights import published_tensors, tower_parameters
 from flax_models.compiled import Jitted, compiled
 from flax_models.device import arrived, find_device, free_memory, home_device
 from flax_models.inputs import on_device, pad_patches
@@ -39,9 +40,9 @@ _DTYPES = ("bfloat16", "float16", "float32")
 class VisionTower(nnx.Module):
     """A vision tower; `load_vision_tower` makes one that holds a checkpoint's weights.
 
-    Parameters are as `tower_weights` rearranges a checkpoint's, padding included. To train all of
-    them is to leave the published architecture, and of Qwen2.5-VL's MLPs two channels have to stay
-    1.
+    Parameters are as `tower_weights` rearranges a checkpoint's, padding included, whose gradients
+    are exactly 0. Qwen2.5-VL's are the published ones only in a trainable tower: to train others is
+    to leave the architecture.
 
     Attributes:
         config: the tower's configuration.
@@ -50,6 +51,7 @@ class VisionTower(nnx.Module):
         frame_attention: what attends over whole frames, one of `attention.FRAME_ATTENTION`.
         token_buckets: padded token counts that calls choose from; None: the ladder of
             `choose_bucket`.
+        remat: whether a backward pass computes each block again instead of keeping what is in it.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class VisionTower(nnx.Module):
         batch_invariant: bool = False,
         frame_attention: str = "fused",
         token_buckets: Sequence[int] | None = None,
+        trainable: bool = False,
+        remat: bool = False,
     ) -> None:
         """Build a tower with placeholder weights, zeros and ones.
 
@@ -82,10 +86,11 @@ class VisionTower(nnx.Module):
         self.batch_invariant = batch_invariant
         self.frame_attention = frame_attention
         self.token_buckets = check_token_buckets(config, token_buckets)
+        self.remat = remat
         self.patch_embed = PatchEmbed(config, self.dtype)
         has_table = config.num_position_embeddings is not None
         self.position_table = PositionTable(config, self.dtype) if has_table else None
-        block = LateNormBlock if config.family.late_norm else Block
+        block = LateNormBlock if config.family.late_norm and not trainable else Block
         self.blocks = nnx.List([block(config, self.dtype) for _ in range(config.depth)])
         self.merger = PatchMerger(config, self.dtype)
         self.deepstack_mergers = nnx.List(
@@ -218,6 +223,8 @@ def load_vision_tower(
     batch_invariant: bool = False,
     frame_attention: str = "fused",
     token_buckets: Sequence[int] | None = None,
+    trainable: bool = False,
+    remat: bool = False,
     progress: bool | None = None,
 ) -> VisionTower:
     """Load a tower from a checkpoint in Hugging Face's format.
@@ -234,6 +241,10 @@ def load_vision_tower(
             length whose padding is a whole number of frames; each number of frames compiles.
         token_buckets: padded token counts that calls choose from. None: a ladder that pads little
             and compiles seldom, see `choose_bucket`.
+        trainable: hold the published parameters, which `save_vision_tower` writes; for inference
+            Qwen2.5-VL's MLPs have others, which are faster.
+        remat: let a backward pass keep the input of each block alone and compute the block again
+            (`jax.checkpoint`): less memory, a third more time.
         progress: show progress on standard error. None: only where that is a terminal.
 
     Raises:
@@ -252,19 +263,45 @@ def load_vision_tower(
             batch_invariant=batch_invariant,
             frame_attention=frame_attention,
             token_buckets=token_buckets,
+            trainable=trainable,
+            remat=remat,
         )
     )
     check_provider(frame_attention, config, tower.dtype, target)
     tensors = read_checkpoint(config, directory, progress)
-    paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(nnx.state(tower))}
+    paths = {_dotted(path): path for path, _ in nnx.to_flat_state(nnx.state(tower))}
     parameters = arrived(
         {
             paths[name]: jax.device_put(parameter, target)
-            for name, parameter in tower_parameters(config, tensors, tower.dtype)
+            for name, parameter in tower_parameters(config, tensors, tower.dtype, trainable)
         }
     )
     nnx.update(tower, nnx.from_flat_state(parameters))
     return tower
+
+
+def save_vision_tower(tower: VisionTower, directory: str | os.PathLike[str]) -> None:
+    """Write a trainable tower as Hugging Face's `save_pretrained` writes its own: the tower alone.
+
+    Args:
+        tower: loaded with `trainable=True`; families other than Qwen2.5-VL's may be without.
+        directory: is made where there is none; gets model.safetensors, in the parameters' dtype,
+            and config.json.
+
+    Raises:
+        FileExistsError: the directory holds a checkpoint, maybe of a whole model.
+        OSError: it cannot be made or written to.
+        ValueError: other parameters than the published ones, such as an adapter's; some that are
+            not finite, or not 0 where they are padded; a `norm_eps` of its own.
+    """
+    state = nnx.to_flat_state(nnx.state(tower, nnx.Param))
+    parameters = {_dotted(path): np.asarray(parameter[...]) for path, parameter in state}
+    write_checkpoint(tower.config, published_tensors(tower.config, parameters), directory)
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    """A parameter's path as `tower_weights` names it."""
+    return ".".join(map(str, path))
 
 
 def encode(tower: VisionTower, pixel_values: jax.Array, layout: Layout) -> Embeddings:
@@ -336,6 +373,9 @@ def _run_block(block: Block | LateNormBlock, hidden: jax.Array, segments: Segmen
     return block(hidden, segments)
 
 
+_run_block_again = Jitted(jax.checkpoint(_run_block.__wrapped__))
+
+
 def _block_outputs(
     tower: VisionTower, pixel_values: jax.Array, layout: Layout
 ) -> Iterator[jax.Array]:
@@ -350,9 +390,10 @@ def _block_outputs(
     options = tower.implementation, tower.frame_attention, tower.batch_invariant
     windows, frames = layout_segments(config, layout, *options)
     hidden = _embed(tower, pixel_values, layout)
+    run_block = _run_block_again if tower.remat else _run_block
     for index, block in enumerate(tower.blocks):
         segments = frames if config.sees_frames(index) else windows
-        hidden = _run_block(block, hidden, segments)
+        hidden = run_block(block, hidden, segments)
         yield hidden
 
 

@@ -11,8 +11,12 @@ PyTorch is imported when the tower is first asked for: other rooms take single m
 import importlib
 from typing import Any
 
-_HOMES = {"load_vision_tower": "tower", "FixedLayoutTower": "export"}
-__all__ = ["FixedLayoutTower", "load_vision_tower"]
+_HOMES = {
+    "load_vision_tower": "tower",
+    "save_vision_tower": "tower",
+    "FixedLayoutTower": "export",
+}
+__all__ = ["FixedLayoutTower", "load_vision_tower", "save_vision_tower"]
 
 
 def __getattr__(name: str) -> Any:

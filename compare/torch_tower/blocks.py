@@ -25,6 +25,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(features))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.weight.dtype)  # in autocast x is of less
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -67,7 +68,9 @@ class PositionTable(nn.Module):
         shares = torch.stack([1 - upper_share, upper_share], dim=-1)
         corners = (row[:, :, None] * self.side + column[:, None, :]).view(-1, 4)
         weights = (shares[:, 0, :, None] * shares[:, 1, None, :]).view(-1, 4, 1)
-        return (F.embedding(corners, self.weight).float() * weights).sum(dim=1)
+        # Trained in fp32 before it is read: an entry's gradient is a sum over all that read it.
+        table = self.weight.float() if self.weight.requires_grad else self.weight
+        return (F.embedding(corners, table).float() * weights).sum(dim=1)
 
 
 class _Product(nn.Module):
@@ -102,12 +105,11 @@ class GatedProduct(_Product):
 class Attention(nn.Module):
     """Self-attention within segments, without the product `proj` that the block ends it by."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, proj: type[nn.Module] = nn.Linear) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.head_dim = config.head_dim
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        proj = SummedProduct if config.family.late_norm else nn.Linear
         self.proj = proj(config.hidden_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
@@ -122,8 +124,9 @@ def _quick_gelu(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gelu_tanh(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    # cuBLAS applies it to the product; on a CPU the operator is the exact GELU.
-    if x.is_cuda and is_plain(linear):
+    # cuBLAS applies it to the product; on a CPU the operator is the exact GELU. It has no gradient.
+    operator = x.is_cuda and is_plain(linear)
+    if operator and not any(t.requires_grad for t in (x, linear.weight, linear.bias)):
         return torch._addmm_activation(linear.bias, x, linear.weight.t(), use_gelu=True)
     return F.gelu(linear(x), approximate="tanh")
 
@@ -145,6 +148,20 @@ class MLP(nn.Module):
         return self.down(_ACTIVATED[self.activation](self.up, x))
 
 
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) x up(x)), gate and up in one product; widths as `tower_weights` pads."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.aligned_intermediate_size
+        self.gate_up = nn.Linear(hidden, 2 * width)
+        self.down = nn.Linear(width, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
 class Block(nn.Module):
     """One layer: attention and MLP, each after a norm and added to the residual stream.
 
@@ -157,7 +174,7 @@ class Block(nn.Module):
         self.norm1 = _norm(config, config.hidden_size)
         self.attn = Attention(config)
         self.norm2 = _norm(config, config.hidden_size)
-        self.mlp = MLP(config)
+        self.mlp = (MLP if len(config.family.mlp_inputs) == 1 else GatedMLP)(config)
 
     def forward(
         self, x: torch.Tensor, normed: torch.Tensor, segments: Segments, next_norm: nn.Module
@@ -199,7 +216,7 @@ class LateNormBlock(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.norm1 = _norm(config, config.hidden_size)
-        self.attn = Attention(config)
+        self.attn = Attention(config, SummedProduct)
         self.mlp = LateNormMLP(config)
 
     def forward(

@@ -25,6 +25,14 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor as a NumPy array, the inverse of `as_tensor`; of a GPU's a copy."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view("bfloat16")
+    return tensor.numpy()
+
+
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor from the host to a GPU, for the current stream there, and wait for the copy.
 

@@ -34,8 +34,9 @@ def patches_tensor(
         raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
     on_host = device.type == "cuda" and not pixel_values.is_cuda
     # What a caller records cannot be fed from the host: the copy that follows says so.
-    if on_host and not torch.cuda.is_current_stream_capturing():
-        return upload(pixel_values.detach(), device)
+    # Nor does one copy for gradients beside the others' stream.
+    if on_host and not pixel_values.requires_grad and not torch.cuda.is_current_stream_capturing():
+        return upload(pixel_values, device)
     return pixel_values
 
 

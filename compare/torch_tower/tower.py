@@ -1,7 +1,8 @@
-"""The Qwen-VL vision towers in PyTorch, the twin of `flax_models.tower`; inference only.
+"""The Qwen-VL vision towers in PyTorch, the twin of `flax_models.tower`.
 
-Built from the same arrays, with the same call. On a GPU `torch.compile` fuses what lies between the
-matrix products and the attention, and each bucket's pass is recorded once as a CUDA graph.
+Built from the same arrays, with the same call; for inference, or to be trained. On a GPU
+`torch.compile` fuses what lies between the matrix products and the attention, and each bucket's
+pass is recorded once as a CUDA graph.
 """
 
 import functools
@@ -13,10 +14,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from compare.torch_tower.attention import FRAME_ATTENTION, check_provider, layout_segments
 from compare.torch_tower.blocks import Block, LateNormBlock, PatchEmbed, PatchMerger, PositionTable
-from compare.torch_tower.device import as_tensor, find_device, free_memory
+from compare.torch_tower.device import as_array, as_tensor, find_device, free_memory
 from compare.torch_tower.graphs import GraphCache, first_rows
 from compare.torch_tower.inputs import layout_tensors, patches_tensor
 from compare.torch_tower.pooling import segment_means
@@ -27,11 +29,12 @@ from flax_models.common.buckets import (
     check_token_buckets,
     exact_bucket,
 )
+from flax_models.common.checkpoint import write_checkpoint
 from flax_models.common.config import check_head_dim, check_name
 from flax_models.common.finite import non_finite_images
 from flax_models.common.grid import as_grid
 from flax_models.common.memory import check_memory
-from flax_models.common.weights import tower_parameters
+from flax_models.common.weights import published_tensors, tower_parameters
 from triton_kernels.attention import runs_kernel
 from triton_kernels.checks import IMPLEMENTATIONS
 
@@ -50,6 +53,9 @@ _VARIANTS = 256  # of one compiled function that a process may have; 8 by defaul
 class VisionTower(nn.Module):
     """A vision tower; `load_vision_tower` makes one that holds a checkpoint's weights.
 
+    Parameters are as `tower_weights` rearranges a checkpoint's, padding included, whose gradients
+    are exactly 0.
+
     Attributes:
         config: the tower's configuration.
         implementation, batch_invariant: of the attention, as in `triton_kernels`.
@@ -57,6 +63,9 @@ class VisionTower(nn.Module):
             after a change, `graphs.clear()` has to follow.
         token_buckets: padded token counts that calls choose from; None: the ladder of
             `choose_bucket`.
+        trainable: whether calls record gradients. Parameters are the published ones then.
+        gradient_checkpointing: whether a backward pass runs each block again instead of keeping
+            what is in it.
         graphs: the recorded passes; None: kernels are launched one by one.
         is_compiled: whether `torch.compile` fuses parts of it, see `compile_parts`.
     """
@@ -69,13 +78,15 @@ class VisionTower(nn.Module):
         batch_invariant: bool = False,
         frame_attention: str = "fused",
         token_buckets: Sequence[int] | None = None,
+        trainable: bool = False,
+        gradient_checkpointing: bool = False,
     ) -> None:
         """Build a tower with random weights.
 
         Raises:
             ValueError: a head_dim that is no multiple of 8 up to 256, bad `token_buckets`, an
-                unknown `implementation` or `frame_attention`; whether that can run here,
-                `load_vision_tower` finds out.
+                unknown `implementation` or `frame_attention`, or one that is not trainable; whether
+                that can run here, `load_vision_tower` finds out.
         """
         super().__init__()
         check_head_dim(config)
@@ -85,17 +96,23 @@ class VisionTower(nn.Module):
             raise ValueError(
                 f"batch_invariant=True needs frame_attention='fused', got {frame_attention!r}"
             )
+        if trainable and frame_attention != "fused":
+            raise ValueError(
+                f"trainable=True needs frame_attention='fused', got {frame_attention!r}"
+            )
         self.config = config
         self.implementation = implementation
         self.batch_invariant = batch_invariant
         self.frame_attention = frame_attention
         self.token_buckets = check_token_buckets(config, token_buckets)
+        self.trainable = trainable
+        self.gradient_checkpointing = gradient_checkpointing
         self.graphs: GraphCache | None = None
         self.is_compiled = False
         self.patch_embed = PatchEmbed(config)
         has_table = config.num_position_embeddings is not None
         self.position_table = PositionTable(config) if has_table else None
-        block = LateNormBlock if config.family.late_norm else Block
+        block = LateNormBlock if config.family.late_norm and not trainable else Block
         self.blocks = nn.ModuleList([block(config) for _ in range(config.depth)])
         self.merger = PatchMerger(config)
         self.deepstack_mergers = nn.ModuleList(
@@ -133,7 +150,10 @@ class VisionTower(nn.Module):
     def forward(
         self, pixel_values: Any, grid_thw: Any, *, output: str = "embeddings"
     ) -> Embeddings:
-        """Encode images and clips, all in one call, for inference: no gradients are recorded.
+        """Encode images and clips, all in one call.
+
+        For inference, without recording gradients and in the tower's dtype whatever autocast says;
+        a trainable tower goes by the caller's modes of both.
 
         The first call of each bucket and output records a CUDA graph, where there are graphs. What
         is written to the parameters takes effect, and so do `to` and `load_state_dict`; after a
@@ -165,7 +185,7 @@ class VisionTower(nn.Module):
         if not recorded and self.token_buckets is None:
             bucket = exact_bucket(self.config, grid)
         layout = self._plan(grid, bucket, output)
-        patches = patches_tensor(self.config, pixel_values, layout, self.device)
+        patches = self._patches(pixel_values, layout)
         if recorded:
             weight = self.patch_embed.proj.weight
             return self.graphs(functools.partial(encode, self), patches, layout, weight)
@@ -197,7 +217,7 @@ class VisionTower(nn.Module):
             output.
         """
         layout = self._plan(*self._choose_bucket(grid_thw), output)
-        patches = patches_tensor(self.config, pixel_values, layout, self.device)
+        patches = self._patches(pixel_values, layout)
         return self._place(patches, layout)
 
     def _choose_bucket(self, grid_thw: Any) -> tuple[np.ndarray, Bucket]:
@@ -212,9 +232,14 @@ class VisionTower(nn.Module):
             bucket = bucket_of_equal_frames(grid, bucket, pad_one=False)
         return plan_layout(self.config, grid, bucket, output)
 
+    def _patches(self, pixel_values: Any, layout: Layout) -> torch.Tensor:
+        if isinstance(pixel_values, torch.Tensor) and not self.trainable:
+            pixel_values = pixel_values.detach()
+        return patches_tensor(self.config, pixel_values, layout, self.device)
+
     def _place(self, patches: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         padding = len(layout.window_order) - len(patches)
-        padded = F.pad(patches.detach().to(self.device), (0, 0, 0, padding))
+        padded = F.pad(patches.to(self.device), (0, 0, 0, padding))
         return padded, layout_tensors(layout, self.device)
 
     def _forget_graphs(self, *_: Any) -> None:
@@ -253,6 +278,8 @@ def load_vision_tower(
     batch_invariant: bool = False,
     frame_attention: str = "fused",
     token_buckets: Sequence[int] | None = None,
+    trainable: bool = False,
+    gradient_checkpointing: bool = False,
     compile: bool | None = None,
     cuda_graphs: bool | None = None,
     progress: bool | None = None,
@@ -271,22 +298,33 @@ def load_vision_tower(
             length, padded by whole frames. All but the first take bfloat16 and float16 on a GPU.
         token_buckets: padded token counts that calls choose from. None: a ladder that pads little
             and records seldom, see `choose_bucket`; calls that are not recorded are not padded.
+        trainable: hold the published parameters, which `save_vision_tower` writes, and record
+            gradients of them, and of patches that want one; by what trains modules of PyTorch.
+            `frame_attention` is "fused" then. For inference Qwen2.5-VL's MLPs have other
+            parameters, which are faster.
+        gradient_checkpointing: let a backward pass keep the input of each block alone and run the
+            block again: less memory, a third more time.
         compile: have `torch.compile` fuse what lies between the matrix products and the attention
             of a block, and the interpolation of positions. The first call compiles for every image
             size to come. Raises PyTorch's limit of variants, as each tower takes some. None: on a
             GPU.
         cuda_graphs: record a CUDA graph for each bucket in use, the last 16 of them. None: where
-            the kernels run; the reference asks the GPU for values, which no graph can.
+            the kernels run; the reference asks the GPU for values, which no graph can. Not of a
+            trainable tower.
         progress: show progress on standard error. None: only where that is a terminal.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used, see `read_checkpoint`.
         ValueError: an unknown model type, dtype, `implementation` or `frame_attention`, bad
-            `token_buckets`, no such device, one that `frame_attention` does not run on, or CUDA
-            graphs where they cannot be recorded.
+            `token_buckets`, no such device, one that `frame_attention` does not run on, CUDA
+            graphs where they cannot be recorded, or a trainable tower with either.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
+    if cuda_graphs and trainable:
+        raise ValueError(
+            "cuda_graphs=True needs trainable=False: no gradients are recorded in them"
+        )
     target = find_device(device)
     on_gpu = target.type == "cuda"
     if cuda_graphs and not on_gpu:
@@ -294,7 +332,7 @@ def load_vision_tower(
     recordable = runs_kernel(target, implementation) and on_gpu
     if cuda_graphs and not recordable:
         raise ValueError(f"cuda_graphs=True needs the kernels, got {implementation=}")
-    cuda_graphs = recordable if cuda_graphs is None else cuda_graphs
+    cuda_graphs = recordable and not trainable if cuda_graphs is None else cuda_graphs
     compile = on_gpu if compile is None else compile
     config = VisionConfig.from_pretrained(directory)
     with torch.device("meta"):  # no parameter is allocated before its values are there
@@ -304,19 +342,39 @@ def load_vision_tower(
             batch_invariant=batch_invariant,
             frame_attention=frame_attention,
             token_buckets=token_buckets,
+            trainable=trainable,
+            gradient_checkpointing=gradient_checkpointing,
         )
     check_provider(frame_attention, config, dtype, target)
     tensors = read_checkpoint(config, directory, progress)
     parameters = {
         name: as_tensor(parameter).to(target)
-        for name, parameter in tower_parameters(config, tensors, _name(dtype))
+        for name, parameter in tower_parameters(config, tensors, _name(dtype), trainable)
     }
     tower.load_state_dict(parameters, assign=True)
     if compile:
         tower.compile_parts()
     if cuda_graphs:
         tower.graphs = GraphCache()
-    return tower.requires_grad_(False).eval()
+    return tower.requires_grad_(trainable).eval()
+
+
+def save_vision_tower(tower: VisionTower, directory: str | os.PathLike[str]) -> None:
+    """Write a trainable tower as Hugging Face's `save_pretrained` writes its own: the tower alone.
+
+    Args:
+        tower: loaded with `trainable=True`; families other than Qwen2.5-VL's may be without.
+        directory: is made where there is none; gets model.safetensors, in the parameters' dtype,
+            and config.json.
+
+    Raises:
+        FileExistsError: the directory holds a checkpoint, maybe of a whole model.
+        OSError: it cannot be made or written to.
+        ValueError: other parameters than the published ones, such as an adapter's; some that are
+            not finite, or not 0 where they are padded; a `norm_eps` of its own.
+    """
+    parameters = {name: as_array(parameter) for name, parameter in tower.named_parameters()}
+    write_checkpoint(tower.config, published_tensors(tower.config, parameters), directory)
 
 
 def host_grid(grid_thw: Any) -> Any:
@@ -329,7 +387,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@torch.no_grad()
 def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Embeddings:
     """Encode patches: what a call does after `VisionTower.prepare`, on the device alone.
 
@@ -348,7 +405,9 @@ def encode(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> Em
         ValueError: `pixel_values` have another shape than the layout asks for, or the layout has
             frames that the tower's `frame_attention` cannot take.
     """
-    with _without_autocast(tower):
+    if tower.trainable:
+        return run_pass(tower, pixel_values, layout)
+    with torch.no_grad(), _without_autocast(tower):
         return run_pass(tower, pixel_values, layout)
 
 
@@ -393,10 +452,16 @@ def _block_outputs(
     hidden = _embed(tower, pixel_values, layout)
     first_norm, *next_norms = (*(block.norm1 for block in tower.blocks), nn.Identity())
     normed = first_norm(hidden)
+    again = tower.gradient_checkpointing and torch.is_grad_enabled()
     for index, (block, next_norm) in enumerate(zip(tower.blocks, next_norms, strict=True)):
         segments = frames if config.sees_frames(index) else windows
-        hidden, normed = block(hidden, normed, segments, next_norm)
+        layer = functools.partial(_run_again, block) if again else block
+        hidden, normed = layer(hidden, normed, segments, next_norm)
         yield hidden
+
+
+# Nothing in a block is random.
+_run_again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def _embed(tower: VisionTower, pixel_values: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""Reading a vision tower's tensors from a Hugging Face checkpoint as NumPy arrays.
+"""A vision tower's tensors in a Hugging Face checkpoint, read and written as NumPy arrays.
 
 Both towers are built from these arrays. Of a whole vision-language model only the vision tensors
 are read, and every one of them is checked before the first is.
 """
 
+import json
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from flax_models.common.config import VisionConfig
 from flax_models.common.config_json import read_json_object
@@ -21,10 +23,11 @@ from flax_models.common.errors import CheckpointError
 from flax_models.common.families import FAMILIES, Family
 from flax_models.common.finite import is_finite
 
-__all__ = ["CheckpointError", "expected_tensors", "read_checkpoint"]
+__all__ = ["CheckpointError", "expected_tensors", "read_checkpoint", "write_checkpoint"]
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_CONFIG_FILE = "config.json"
 
 # How the tower's tensors are named in a tower alone, in a whole model as published, and in one
 # whose names are those of the modules of newer libraries; the same in an Omni model.
@@ -122,6 +125,37 @@ def read_checkpoint(
                 tensors[name] = stored_in[prefix + name].read(prefix + name)
                 bar.advance(bar.task_ids[0], nbytes[name])
     return tensors
+
+
+def write_checkpoint(
+    config: VisionConfig, tensors: Mapping[str, np.ndarray], directory: str | os.PathLike[str]
+) -> None:
+    """Write a vision tower alone, as Hugging Face's `save_pretrained` does.
+
+    Args:
+        config: the tower's configuration.
+        tensors: arrays as `read_checkpoint` returns them.
+        directory: is made where there is none; gets model.safetensors and config.json.
+
+    Raises:
+        FileExistsError: the directory holds a checkpoint, maybe of a whole model.
+        OSError: it cannot be made or written to.
+        ValueError: a tensor holds infinities or NaN, or the configuration cannot be written.
+    """
+    for name, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise ValueError(f"the tensor {name!r} holds infinities or NaN: nothing is written")
+    values = config.to_json() | {"dtype": next(iter(tensors.values())).dtype.name}
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in (_SINGLE_FILE, _INDEX_FILE, _CONFIG_FILE):
+        if (directory / name).exists():
+            raise FileExistsError(f"{directory} holds a checkpoint, its {name}: name another")
+    # Of a part of an array safetensors would write the wrong memory.
+    whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    with (directory / _SINGLE_FILE).open("xb") as file:
+        file.write(save(whole, metadata={"format": "pt"}))  # without it transformers refuses
+    (directory / _CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 class _File:

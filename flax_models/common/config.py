@@ -3,11 +3,11 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from flax_models.common.config_json import read_vision_values, unknown_model_type
+from flax_models.common.config_json import read_vision_values, tower_json, unknown_model_type
 from flax_models.common.errors import CheckpointError
 from flax_models.common.families import FAMILIES, Family
 
@@ -215,6 +215,18 @@ class VisionConfig:
             raise
         except (ValueError, OverflowError) as error:
             raise ValueError(f"{path}: {error}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        """The config.json of this tower alone, as transformers 5 writes it.
+
+        Raises:
+            ValueError: a `norm_eps` of its own, which no config.json holds.
+        """
+        if self.norm_eps != type(self).norm_eps:
+            raise ValueError(
+                f"norm_eps {self.norm_eps} cannot be written: config.json has no place for it"
+            )
+        return tower_json(asdict(self))
 
     @classmethod
     def of(cls, model_type: str, **values: Any) -> Self:

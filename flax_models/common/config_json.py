@@ -1,6 +1,7 @@
-"""Reading what a checkpoint's config.json says of its vision tower."""
+"""What a checkpoint's config.json says of its vision tower: read, and written."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,26 @@ def read_vision_values(path: Path) -> dict[str, Any]:
     }
 
 
+def tower_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a vision tower alone, from the fields of a `VisionConfig`.
+
+    As transformers 5 writes it, so that `read_vision_values` is the way back.
+    """
+    family = FAMILIES[values["model_type"]]
+    values = dict(values)
+    if "mlp_ratio" in family.config_keys:
+        width, hidden = values["intermediate_size"], values["hidden_size"]
+        # Read back it is rounded down: half a channel more does not matter, a bit less would.
+        values["mlp_ratio"] = (width + 0.5) / hidden if width % hidden else width // hidden
+    return {
+        **{name: values[name] for name in _optional(family)},
+        **{theirs: values[ours] for ours, theirs in family.config_keys.items()},
+        "model_type": family.tower_type,
+        "hidden_act": family.activation,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": values["rope_theta"]},
+    }
+
+
 def unknown_model_type(model_type: Any) -> str:
     """The sentence that says so."""
     return f"unknown model type {model_type!r}; supported: {', '.join(FAMILIES)}"
@@ -106,8 +127,7 @@ def _without_aliases(vision: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(family: Family, vision: dict[str, Any]) -> dict[str, Any]:
-    optional = _OPTIONAL + _OPTIONAL_OF_WINDOWS if family.windows else _OPTIONAL
-    values = {name: vision[name] for name in optional if name in vision}
+    values = {name: vision[name] for name in _optional(family) if name in vision}
     values |= {ours: vision[theirs] for ours, theirs in family.config_keys.items()}
     if "mlp_ratio" in values:
         width, ratio = values["hidden_size"], values.pop("mlp_ratio")
@@ -117,6 +137,10 @@ def _sizes(family: Family, vision: dict[str, Any]) -> dict[str, Any]:
             )
         values["intermediate_size"] = int(width * ratio)
     return values
+
+
+def _optional(family: Family) -> tuple[str, ...]:
+    return _OPTIONAL + _OPTIONAL_OF_WINDOWS if family.windows else _OPTIONAL
 
 
 def _rotation(vision: dict[str, Any]) -> dict[str, Any]:

@@ -55,8 +55,13 @@ class Family:
     attention_inputs: tuple[str, ...] = ("qkv",)
 
     @property
+    def tower_type(self) -> str:
+        """What transformers 5 calls a tower alone."""
+        return next(name for name in self.model_types if "_vision" in name)
+
+    @property
     def late_norm(self) -> bool:
-        """Whether the towers apply the norm before an MLP in the gated activation: see gated.py."""
+        """Whether towers for inference norm before an MLP in its gated activation: see gated.py."""
         return len(self.mlp_inputs) == 2 and self.norm == "rms"
 
 

@@ -9,14 +9,18 @@ Every matrix stays [out, in]: loading is copying. What changes:
   product feeds a gated activation, or `up`, and `down`;
 - the MLP's width is padded with zeros to `aligned_intermediate_size`. That is exact: the columns of
   `down` that padded channels meet are 0;
+- mergers and the table of positions have one name each in all families;
 - where a family's norm before the MLP comes late (gated.py), its weights and the biases around it
-  have other places: see `_late_norm_mlp`;
-- mergers and the table of positions have one name each in all families.
+  have other places: see `_late_norm_mlp`.
+
+All but the last only moves numbers. A tower that is to be trained is spared the last, so that it
+has the published parameters; `published_tensors` is the way back.
 
 What has to be computed is computed in fp32. A checkpoint whose numbers the towers' dtype has no
 room for, of fp16 alone, is refused: infinities would become NaN without a word.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -25,6 +29,7 @@ import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
 import numpy as np
 from numpy.typing import DTypeLike
 
+from flax_models.common.checkpoint import expected_tensors
 from flax_models.common.config import VisionConfig
 from flax_models.common.errors import CheckpointError
 from flax_models.common.families import Family
@@ -34,11 +39,11 @@ from flax_models.common.finite import is_finite
 # 1 in every dtype.
 _GATE_OF_ONE = 32.0
 
-# Tensors of a block that are put together.
-_REARRANGED = re.compile(r"blocks\.\d+\.(mlp|attn\.(qkv|q|k|v))\.")
+# Parameters of a block whose tensors a late norm has elsewhere.
+_OF_LATE_NORM = re.compile(r"blocks\.\d+\.(mlp\.|norm2\.|attn\.proj\.bias)")
 
-# What a block with a late norm has in its MLP.
-_OF_LATE_NORM = re.compile(r"blocks\.\d+\.(norm2\.weight|attn\.proj\.bias)")
+# Parameters that are padded, and the axis.
+_PADDED = re.compile(r"blocks\.\d+\.mlp\.((gate_up|up)\.|down\.weight)")
 
 # Of what a matrix may lose to rounding when a norm is folded into it, beside what it and its bias
 # make of normed rows: eight times what fp16 takes from numbers in its range.
@@ -46,7 +51,10 @@ _TOLERATED_LOSS = 2.0**-9
 
 
 def tower_parameters(
-    config: VisionConfig, tensors: Mapping[str, np.ndarray], dtype: DTypeLike
+    config: VisionConfig,
+    tensors: Mapping[str, np.ndarray],
+    dtype: DTypeLike,
+    trainable: bool = False,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield `tower_weights` in the dtypes in which the towers hold them.
 
@@ -55,7 +63,7 @@ def tower_parameters(
     Raises:
         CheckpointError: as of `tower_weights`, of any parameter.
     """
-    for name, weight in tower_weights(config, tensors, dtype).items():
+    for name, weight in tower_weights(config, tensors, dtype, trainable).items():
         held = unnormed_dtype(dtype) if name.endswith(".product_bias") else dtype
         yield name, _rounded(f"the parameter {name!r}", weight, held)
 
@@ -81,7 +89,10 @@ class Biases(NamedTuple):
 
 
 def tower_weights(
-    config: VisionConfig, tensors: Mapping[str, np.ndarray], dtype: DTypeLike = None
+    config: VisionConfig,
+    tensors: Mapping[str, np.ndarray],
+    dtype: DTypeLike = None,
+    trainable: bool = False,
 ) -> dict[str, np.ndarray]:
     """Rearrange what `read_checkpoint` returns into the towers' parameters.
 
@@ -90,6 +101,7 @@ def tower_weights(
         tensors: every tensor of the tower under its bare Hugging Face name.
         dtype: that the towers will cast the parameters to, for those that have to be computed.
             None: the checkpoint's.
+        trainable: compute none: parameters that `published_tensors` takes apart again.
 
     Returns:
         The parameters by the dotted path at which both towers hold them, such as
@@ -101,46 +113,70 @@ def tower_weights(
         CheckpointError: what was computed is beyond the range of `dtype`, or below it to an extent
             that the published numbers are not.
     """
-    family = config.family
+    late_norm = config.family.late_norm and not trainable
     weights = {
-        _our_name(family, name): tensor
-        for name, tensor in tensors.items()
-        if not _REARRANGED.match(name) and not (family.late_norm and _OF_LATE_NORM.fullmatch(name))
+        ours: _joined(config, ours, [tensors[name] for name in names])
+        for ours, names in _parameters(config).items()
+        if not (late_norm and _OF_LATE_NORM.match(ours))
     }
-    weights["patch_embed.proj.weight"] = tensors["patch_embed.proj.weight"].reshape(
-        config.hidden_size, config.patch_dim
-    )
-    make_mlp = _late_norm_mlp if family.late_norm else _mlp
-    for block in range(config.depth):
-        qkv = _qkv(family, tensors, f"blocks.{block}")
-        weights |= {f"blocks.{block}.attn.qkv.{name}": weight for name, weight in qkv.items()}
-        mlp = make_mlp(config, tensors, f"blocks.{block}", dtype)
-        weights |= {f"blocks.{block}.mlp.{name}": weight for name, weight in mlp.items()}
+    if late_norm:
+        for block in range(config.depth):
+            mlp = _late_norm_mlp(config, tensors, f"blocks.{block}", dtype)
+            weights |= {f"blocks.{block}.mlp.{name}": weight for name, weight in mlp.items()}
     return weights
 
 
-def _qkv(family: Family, tensors: Mapping[str, np.ndarray], block: str) -> dict[str, np.ndarray]:
-    """The product before the attention: q, k and v in one."""
-    products = {}
-    for part in ("weight", "bias"):
-        arrays = [tensors[f"{block}.attn.{name}.{part}"] for name in family.attention_inputs]
-        products[part] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    return products
-
-
-def _mlp(
-    config: VisionConfig, tensors: Mapping[str, np.ndarray], block: str, _: DTypeLike
+def published_tensors(
+    config: VisionConfig, parameters: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """An MLP of one product, an activation and another product."""
-    padding = config.aligned_intermediate_size - config.intermediate_size
-    [up] = (f"{block}.mlp.{name}" for name in config.family.mlp_inputs)
-    down = f"{block}.mlp.{config.family.mlp_output}"
-    return {
-        "up.weight": _pad_axis(tensors[f"{up}.weight"], padding, axis=0),
-        "up.bias": _pad_axis(tensors[f"{up}.bias"], padding, axis=0),
-        "down.weight": _pad_axis(tensors[f"{down}.weight"], padding, axis=1),
-        "down.bias": tensors[f"{down}.bias"],
-    }
+    """Take `tower_weights(..., trainable=True)` apart: the tensors that Hugging Face would hold.
+
+    Their gradients too, or whatever else there is for each element.
+
+    Args:
+        config: the tower that the parameters belong to.
+        parameters: every parameter by its dotted path.
+
+    Returns:
+        Arrays under the names and with the shapes of `expected_tensors`, views where possible.
+
+    Raises:
+        ValueError: other parameters, such as those of a late norm or of an adapter, or one with
+            something else than zeros for padding; the message names it.
+    """
+    table, shapes = _parameters(config), expected_tensors(config)
+    if differing := sorted(table.keys() ^ parameters.keys()):
+        which = "is missing" if differing[0] in table else "is none of them"
+        raise ValueError(f"parameters must be those of a trainable tower: {differing[0]!r} {which}")
+    tensors = {}
+    for ours, names in table.items():
+        for name, part in zip(names, np.split(parameters[ours], len(names)), strict=True):
+            rows, *columns = shapes[name]
+            kept = part[:rows, : math.prod(columns)] if columns else part[:rows]
+            if np.count_nonzero(kept) < np.count_nonzero(part):
+                raise ValueError(
+                    f"the parameter {ours!r} must be 0 beyond the published {list(shapes[name])}"
+                )
+            tensors[name] = kept.reshape(shapes[name])
+    return {name: tensors[name] for name in shapes}
+
+
+def _parameters(config: VisionConfig) -> dict[str, list[str]]:
+    """The tensors that lie one below the other in each parameter."""
+    parameters: dict[str, list[str]] = {}
+    for name in expected_tensors(config):
+        parameters.setdefault(_our_name(config.family, name), []).append(name)
+    return parameters
+
+
+def _joined(config: VisionConfig, ours: str, tensors: list[np.ndarray]) -> np.ndarray:
+    """A parameter of its tensors, as matrices, each with its padding."""
+    parts = [x.reshape(len(x), -1) if x.ndim > 2 else x for x in tensors]
+    if _PADDED.match(ours):
+        padding = config.aligned_intermediate_size - config.intermediate_size
+        axis = int(".down." in ours)
+        parts = [_pad_axis(part, padding, axis) for part in parts]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _late_norm_mlp(
@@ -215,12 +251,18 @@ def _rounded(what: str, values: np.ndarray, dtype: DTypeLike) -> np.ndarray:
 
 
 def _our_name(family: Family, name: str) -> str:
-    """The parameter that a tensor becomes which is not put together with others."""
+    """The parameter that a tensor becomes, or becomes part of."""
     name = name.replace(f"{family.deepstack}.", "deepstack_mergers.")
     name = name.replace("pos_embed.", "position_table.")
     if "merger" in name:
-        for theirs, ours in zip(family.merger, ("norm", "fc1", "fc2"), strict=True):
-            name = name.replace(f".{theirs}.", f".{ours}.")
+        ours = dict(zip(family.merger, ("norm", "fc1", "fc2"), strict=True))
+    else:
+        first = "gate_up" if len(family.mlp_inputs) == 2 else "up"
+        ours = {f"attn.{theirs}": "attn.qkv" for theirs in family.attention_inputs}
+        ours |= {f"mlp.{theirs}": f"mlp.{first}" for theirs in family.mlp_inputs}
+        ours[f"mlp.{family.mlp_output}"] = "mlp.down"
+    for theirs, name_of_ours in ours.items():
+        name = name.replace(f".{theirs}.", f".{name_of_ours}.")
     return name
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("flax")
 
 import jax
 
+from flax_models import VisionConfig
 from tests.tower_checkpoints import SMALL_TOWERS, write_checkpoint
 from tests.video_files import write_video
 
@@ -27,8 +28,9 @@ def test_the_examples_run_and_agree(tmp_path, monkeypatch, family):
         for example in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
         if "from flax_models" in example or "output=" in example
     ]
-    # A call, the same once more, a video, other outputs, a jit of one's own, an exported program.
-    assert len(examples) == 6
+    # A call, the same once more, a video, other outputs, a jit of one's own, a step of training, an
+    # exported program.
+    assert len(examples) == 7
     monkeypatch.chdir(tmp_path)
     write_checkpoint(Path("path/to/Qwen2.5-VL-7B-Instruct"), SMALL_TOWERS[family])
     frames = np.random.default_rng(0).integers(0, 256, (4, 60, 90, 3), np.uint8)
@@ -42,6 +44,8 @@ def test_the_examples_run_and_agree(tmp_path, monkeypatch, family):
     for example in examples:
         exec(example, names)
         found.append(jax.tree.leaves(names["embeddings"]))  # of Qwen3-VL also DeepStack's features
+    assert np.isfinite(names["value"])
+    assert VisionConfig.from_pretrained("path/to/trained") == SMALL_TOWERS[family]
     assert names["vectors"].shape == (len(names["images"]), names["tower"].config.hidden_size)
     for leaves in zip(*found, strict=True):
         assert len(leaves[0]) == names["grid_thw"].prod(axis=1).sum() // 4

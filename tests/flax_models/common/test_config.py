@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -152,6 +153,29 @@ def test_which_blocks_see_frames():
 def test_is_hashable_and_equal_by_value():
     assert len({VisionConfig(), VisionConfig.qwen2_5_vl_7b(), VisionConfig(depth=2)}) == 2
     assert VisionConfig(fullatt_block_indexes=[1]) == VisionConfig(fullatt_block_indexes=(1,))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        VisionConfig(
+            patch_size=16, window_size=128, rope_theta=500.0, fullatt_block_indexes=(2, 40)
+        ),
+        VisionConfig.qwen2_vl_7b(),
+        VisionConfig.of("qwen2_vl", intermediate_size=321, hidden_size=80, num_heads=1),
+        VisionConfig.qwen3_vl_4b(),
+        VisionConfig.of("qwen2_5_omni", temporal_patch_size=1, in_channels=4),
+        VisionConfig.of("qwen3_omni_moe", spatial_merge_size=3),
+        VisionConfig.of("qwen3_5"),
+    ],
+    ids=lambda config: f"{config.model_type}-{config.intermediate_size}",
+)
+def test_what_is_written_is_read_again(tmp_path, config):
+    values = config.to_json()
+    assert "_vision" in values["model_type"]
+    assert VisionConfig.from_pretrained(write(tmp_path, values)) == config
+    with pytest.raises(ValueError, match=r"norm_eps 1e-05 cannot be written"):
+        replace(config, norm_eps=1e-5).to_json()
 
 
 def test_reads_a_whole_model(tmp_path):

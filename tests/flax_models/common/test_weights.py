@@ -8,7 +8,7 @@ import pytest
 
 from flax_models import CheckpointError, VisionConfig
 from flax_models.common.checkpoint import expected_tensors
-from flax_models.common.weights import tower_parameters, tower_weights
+from flax_models.common.weights import published_tensors, tower_parameters, tower_weights
 from tests.gated_contract import oracle
 from tests.tower_checkpoints import SMALL_TOWERS, random_tensors
 
@@ -129,6 +129,34 @@ def test_q_k_and_v_of_their_own_become_one_product():
         parts = np.split(weights[f"blocks.1.attn.qkv.{part}"], 3)
         for name, ours in zip("qkv", parts, strict=True):
             np.testing.assert_array_equal(ours, tensors[f"blocks.1.attn.{name}.{part}"])
+
+
+def test_trainable_parameters_taken_apart_are_the_tensors(config):
+    tensors = random_tensors(config)
+    weights = tower_weights(config, tensors, trainable=True)
+    published = published_tensors(config, weights)
+    assert list(published) == list(tensors)
+    for name, tensor in published.items():
+        np.testing.assert_array_equal(tensor, tensors[name])
+    for name in ("blocks.1.mlp.down.bias", "blocks.0.attn.proj.bias", "merger.fc1.weight"):
+        rest = {key: weight for key, weight in weights.items() if key != name}
+        with pytest.raises(ValueError, match=rf"{re.escape(name)}' is missing"):
+            published_tensors(config, rest)
+        with pytest.raises(ValueError, match="'another' is none of them"):
+            published_tensors(config, {**weights, "another": weights[name]})
+
+
+@pytest.mark.parametrize("config", ["head_dim_16", "qwen3_vl"], indirect=True)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=str)
+def test_padding_that_is_not_0_is_not_left_out(config, dtype):
+    tensors = {name: x.astype(dtype) for name, x in random_tensors(config).items()}
+    weights = tower_weights(config, tensors, trainable=True)
+    first = "gate_up" if config.family.late_norm else "up"
+    for name in (f"{first}.weight", f"{first}.bias", "down.weight"):
+        spoilt = weights[f"blocks.1.mlp.{name}"].copy()
+        spoilt[(slice(None), -1) if name == "down.weight" else -1] = 1e-3
+        with pytest.raises(ValueError, match=rf"'blocks\.1\.mlp\.{name}' must be 0 beyond"):
+            published_tensors(config, {**weights, f"blocks.1.mlp.{name}": spoilt})
 
 
 def test_a_missing_tensor(config):
