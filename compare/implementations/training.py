@@ -51,7 +51,8 @@ def exact_training(directory: Directory) -> Iterator[TorchTower]:
     """Hugging Face's tower trained in true fp32, its blocks computed again for want of memory."""
     with huggingface.true_fp32():
         model = huggingface.load(directory, torch.float32)
-        model.gradient_checkpointing_enable()
+        # transformers 5.24 has renamed it.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         yield _TrainedHuggingFace(model)
 
 
