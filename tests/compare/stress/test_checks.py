@@ -30,12 +30,14 @@ from triton_kernels import attention, fused_rope_attention_qkvpacked
 from triton_kernels.launching import backward, choose, fast_path, plan
 
 SIZES = dataclasses.replace(stress_inputs.ON_CPU, hostile=12)
-# What a GPU is put through, in less of everything.
+# What a GPU is put through, in less of everything: of routes one to each kernel.
 ON_GPU = dataclasses.replace(
     stress_inputs.ON_GPU,
+    routes=stress_inputs.ON_GPU.routes[::2],
     hostile=90, runs=3, far_tokens=9000, long_segment=999, segments=500, fuse=("none",),
     lengths=(29,), starts=(0, 33, 65, 200),
 )  # fmt: skip
+TRITON, PALLAS = SUBJECTS
 ON_HOPPER = (*EVERYWHERE, WARP_SPECIALIZED)
 CHECKS = {check.name: check for check in checks.CHECKS}
 
@@ -223,7 +225,7 @@ class Launching(Triton):
 def test_every_check_reaches_every_kernel(on_hopper, monkeypatch, name):
     monkeypatch.setattr(choose, "_MULTIPROCESSORS", 4)  # which fewer heads fill
     monkeypatch.setattr(kernels, "EXTREMES", dict([*kernels.EXTREMES.items()][:1]))
-    routes = tuple(dataclasses.replace(x, heads=min(x.heads, 2)) for x in ON_GPU.routes)
+    routes = tuple(dataclasses.replace(x, heads=1 + (x.heads > 4)) for x in ON_GPU.routes)
     sizes = dataclasses.replace(ON_GPU, routes=routes, hostile=12, far_heads=1)
     reached = checks.run_check(CHECKS[name], Launching(), sizes).details["kernels"]
     gradients = CHECKS[name].gradients
@@ -381,13 +383,57 @@ def test_without_a_checkpoint_for_the_towers_what_kernels_did_is_kept(monkeypatc
     assert records[1].note == "OSError: no space left on the device"
 
 
-@pytest.mark.gpu
-def test_our_kernels_and_towers_endure(monkeypatch):
-    """What `python -m compare stress` does for minutes, in less of everything."""
-    if launched.kernels_here() == ON_HOPPER and not HAVE_MOSAIC:
-        pytest.skip("Pallas' warp-specialized kernel, which is to be reached, is for JAX 0.11.2")
-    monkeypatch.setattr(stress_inputs, "ON_GPU", ON_GPU)
-    monkeypatch.setattr(stress_server, "ON_GPU", Traffic(200, 8, 10, 1, 16))
-    records = checks.check_stress(seconds=10)
-    assert len(records) == 2 * len(checks.CHECKS) + 2
-    assert [record for record in records if not record.passed] == []
+# What `python -m compare stress` does for minutes, in less of everything. A process gets a class of
+# tests at a time, and JAX compiles for most of it.
+MEMORY = "hostile", "poison", "huge"
+BITS = "determinism", "place", "invariance"
+NUMBERS = "numerics", "gradients"
+
+
+def test_every_check_and_kernel_is_tried_on_a_gpu():
+    assert [route.name for route in ON_GPU.routes] == ["window", "stream", "warp-specialized"]
+    assert sorted((*MEMORY, *BITS, *NUMBERS)) == sorted(CHECKS)
+
+
+def kernels_endure(subject, names):
+    """A class of tests: some checks of a framework's kernels."""
+
+    @pytest.mark.gpu
+    class Endurance:
+        @pytest.mark.parametrize("name", names)
+        def test_our_kernels_endure(self, monkeypatch, name):
+            if (
+                launched.kernels_here() == ON_HOPPER
+                and subject.name == "pallas"
+                and not HAVE_MOSAIC
+            ):
+                pytest.skip("its warp-specialized kernel, which is to be reached, is for 0.11.2")
+            monkeypatch.setattr(stress_inputs, "ON_GPU", ON_GPU)
+            of_kernels = {"checks": [CHECKS[name]], "subjects": [subject], "towers": []}
+            [record] = checks.check_stress(seconds=0, **of_kernels)
+            assert record.passed, record.note
+
+    return Endurance
+
+
+def tower_endures(number):
+    """A class of one test, of one of our towers."""
+
+    @pytest.mark.gpu
+    class Endurance:
+        def test_our_towers_endure(self, monkeypatch):
+            monkeypatch.setattr(stress_server, "ON_GPU", Traffic(200, 8, 6, 1, 16))
+            tower = our_towers()[number]
+            [record] = checks.check_stress(seconds=10, checks=[], towers=[tower])
+            assert record.passed, record.note
+
+    return Endurance
+
+
+TestTritonsMemory = kernels_endure(TRITON, MEMORY)
+TestPallasMemory = kernels_endure(PALLAS, MEMORY)
+TestTritonsBits = kernels_endure(TRITON, BITS)
+TestPallasBits = kernels_endure(PALLAS, BITS)
+TestTritonsNumbers = kernels_endure(TRITON, NUMBERS)
+TestPallasNumbers = kernels_endure(PALLAS, NUMBERS)
+TestTorchTower, TestFlaxTower = map(tower_endures, range(2))
