@@ -166,7 +166,8 @@ class Block(nn.Module):
     """One layer: attention and MLP, each after a norm and added to the residual stream.
 
     Compiled by itself, a block begins and ends with the residual stream in memory. That is why it
-    ends with the norm that the next block begins with: a sum and its norm are one kernel.
+    ends with the norm that the next block begins with: a sum and its norm are one kernel. One that
+    is trained begins with its own, as it may be sharded, or run again, by itself.
     """
 
     def __init__(self, config: VisionConfig) -> None:
@@ -177,12 +178,17 @@ class Block(nn.Module):
         self.mlp = (MLP if len(config.family.mlp_inputs) == 1 else GatedMLP)(config)
 
     def forward(
-        self, x: torch.Tensor, normed: torch.Tensor, segments: Segments, next_norm: nn.Module
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From x and norm1(x) to the layer's output y and next_norm(y)."""
+        self,
+        x: torch.Tensor,
+        normed: torch.Tensor | None,
+        segments: Segments,
+        next_norm: nn.Module | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """From x and norm1(x) to the layer's output y and next_norm(y); from None to None alike."""
+        normed = self.norm1(x) if normed is None else normed
         x = x + self.attn.proj(self.attn(normed, segments))
         x = x + self.mlp(self.norm2(x))
-        return x, next_norm(x)
+        return x, None if next_norm is None else next_norm(x)
 
 
 class LateNormMLP(nn.Module):

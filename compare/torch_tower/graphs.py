@@ -197,7 +197,8 @@ class _Recording:
 
 
 def first_rows(outputs: Outputs, rows: int, *, copy: bool = False) -> Outputs:
-    """The first rows of each tensor, as views or copies."""
+    """The first rows of each tensor, as views or copies; where these are all, the tensor itself."""
     if isinstance(outputs, tuple):
         return tuple(first_rows(output, rows, copy=copy) for output in outputs)
-    return outputs[:rows].clone() if copy else outputs[:rows]
+    first = outputs if rows == len(outputs) else outputs[:rows]
+    return first.clone() if copy else first

@@ -21,7 +21,7 @@ def patches_tensor(
     """Check patches against their layout; return them as a tensor.
 
     Those on the host are brought to a GPU in their own dtype, as it casts them faster; those on
-    another GPU stay there.
+    another GPU stay there, and those that want gradients where they are.
 
     Raises:
         ValueError: `pixel_values` do not match the layout.
@@ -33,9 +33,9 @@ def patches_tensor(
     if not pixel_values.is_floating_point():
         raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
     on_host = device.type == "cuda" and not pixel_values.is_cuda
+    uploadable = on_host and not pixel_values.requires_grad  # gradients do not go back through it
     # What a caller records cannot be fed from the host: the copy that follows says so.
-    # Nor does one copy for gradients beside the others' stream.
-    if on_host and not pixel_values.requires_grad and not torch.cuda.is_current_stream_capturing():
+    if uploadable and not torch.cuda.is_current_stream_capturing():
         return upload(pixel_values, device)
     return pixel_values
 

@@ -450,8 +450,11 @@ def _block_outputs(
     options = tower.implementation, tower.frame_attention, tower.batch_invariant
     windows, frames = layout_segments(config, layout, *options)
     hidden = _embed(tower, pixel_values, layout)
-    first_norm, *next_norms = (*(block.norm1 for block in tower.blocks), nn.Identity())
-    normed = first_norm(hidden)
+    if tower.trainable:
+        normed, next_norms = None, [None] * len(tower.blocks)
+    else:
+        first_norm, *next_norms = (*(block.norm1 for block in tower.blocks), nn.Identity())
+        normed = first_norm(hidden)
     again = tower.gradient_checkpointing and torch.is_grad_enabled()
     for index, (block, next_norm) in enumerate(zip(tower.blocks, next_norms, strict=True)):
         segments = frames if config.sees_frames(index) else windows

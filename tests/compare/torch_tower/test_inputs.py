@@ -146,22 +146,22 @@ def test_kernels_are_compiled_for_one_alignment_of_a_layouts_arrays(grid):
         assert views[name].tolist() == array.tolist()
 
 
-@pytest.mark.parametrize("recording", [False, True])
-def test_what_a_caller_records_is_not_uploaded_beside_it(monkeypatch, recording):
+@pytest.mark.parametrize(
+    ("recording", "differentiated"), [(False, False), (True, False), (False, True)]
+)
+def test_what_a_caller_records_is_not_uploaded_beside_it(monkeypatch, recording, differentiated):
     config = SMALL_TOWERS["head_dim_16"]
     grid = GRIDS["clip"]
-    patches = torch.tensor(random_patches(config, grid), requires_grad=True)
+    patches = torch.tensor(random_patches(config, grid), requires_grad=differentiated)
     uploaded = []
     monkeypatch.setattr(inputs, "upload", lambda *arguments: uploaded.append(arguments))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
     gpu = torch.device("cuda", 0)
     layout = plan_layout(config, grid)
     found = inputs.patches_tensor(config, patches, layout, gpu)
-    if recording:
+    if recording or differentiated:
         assert found is patches
         assert not uploaded
     else:
-        ((copied, device),) = uploaded
-        assert not copied.requires_grad
-        assert device == gpu
+        assert uploaded == [(patches, gpu)]
     assert inputs.patches_tensor(config, patches, layout, torch.device("cpu")) is patches

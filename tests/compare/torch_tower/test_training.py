@@ -6,6 +6,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 pytest.importorskip("transformers")
 
+import re  # noqa: E402
+from pathlib import Path  # noqa: E402
+
 import numpy as np  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
@@ -24,7 +27,7 @@ from tests.tower_checkpoints import (  # noqa: E402
 from tests.tower_contract import BF16_FACTOR, relative_error  # noqa: E402
 
 GRID = [(1, 6, 20), (2, 4, 6), (1, 2, 2)]
-TOLERANCE = 1e-5  # relative RMS of each parameter's gradient in fp32
+TOLERANCE = 1e-4  # relative RMS of each parameter's gradient in fp32
 BF16_FACTOR_OF_ONE = 1.5  # of one parameter's; BF16_FACTOR is of all together
 # From the compiler, which asks a block's input for it, and hides the warning where it is no error.
 of_no_leaf = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -63,7 +66,7 @@ def load_hugging_face(directory, dtype="float32"):
 
 def loss_of(tower, patches, grid=GRID):
     """A weighted sum of all that a tower returns."""
-    output = tower(patches, torch.tensor(grid))
+    output = tower(patches, torch.tensor(grid, device=patches.device))
     if hasattr(output, "pooler_output"):
         output = output.pooler_output, getattr(output, "deepstack_features", None) or ()
     generator = torch.Generator().manual_seed(1)
@@ -76,7 +79,7 @@ def patches_of(tower, grid=GRID):
     if not hasattr(tower, "trainable"):
         dim = tower.patch_embed.proj.weight[0].numel()
         values = np.random.default_rng(0).standard_normal((np.prod(grid, axis=1).sum(), dim))
-        return torch.tensor(values.astype(np.float32)).to(tower.dtype)
+        return torch.tensor(values.astype(np.float32)).to(tower.device, tower.dtype)
     return torch.tensor(random_patches(tower.config, grid))
 
 
@@ -149,13 +152,12 @@ def test_gradients_of_a_compiled_tower(directory, hugging_face):
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 @pytest.mark.parametrize("way", ["bfloat16", "autocast", "autocast, checkpointed"])
 def test_gradients_in_bf16_are_no_further_than_hugging_faces(directory, hugging_face, way):
-    autocast = way != "bfloat16"
+    autocast, exact = way != "bfloat16", hugging_face[1]
     dtype, checkpointed = "float32" if autocast else way, "checkpointed" in way
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        theirs = gradients(load_hugging_face(directory, dtype))[1]
-    tower, exact = load(directory, dtype, gradient_checkpointing=checkpointed), hugging_face[1]
+    tower = load(directory, dtype, gradient_checkpointing=checkpointed)
+    model = load_hugging_face(directory, dtype).to(tower.device)
     with torch.autocast(tower.device.type, torch.bfloat16, enabled=autocast):
-        ours = gradients(tower)[1]
+        ours, theirs = gradients(tower)[1], gradients(model)[1]
     for name, expected in exact.items():
         error = relative_error(theirs[name], expected)
         assert relative_error(ours[name], expected) < BF16_FACTOR_OF_ONE * error, name
@@ -164,15 +166,41 @@ def test_gradients_in_bf16_are_no_further_than_hugging_faces(directory, hugging_
 
 
 @two_towers
-def test_a_part_is_trained(directory, hugging_face):
-    tower = load(directory).requires_grad_(False)
+def test_a_part_is_trained(directory):
+    tower, whole = load(directory).requires_grad_(False), load(directory)
     for name in ("blocks.0.norm1", "blocks.1.mlp", "merger.fc2"):
         tower.get_submodule(name).requires_grad_(True)
     trained = [name for name, p in tower.named_parameters() if p.requires_grad]
-    loss_of(tower, patches_of(tower)).backward()
-    assert [name for name, p in tower.named_parameters() if p.grad is not None] == trained
-    results, expected = gradients(load(directory))[1], hugging_face[1]
-    assert_close(results, expected)
+    for each in (tower, whole):
+        loss_of(each, patches_of(each)).backward()
+    results = {name: numpy(p.grad) for name, p in tower.named_parameters() if p.grad is not None}
+    assert list(results) == trained
+    assert_close(results, {name: numpy(whole.get_parameter(name).grad) for name in trained})
+
+
+@pytest.fixture
+def mesh():
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@two_towers
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_blocks_that_are_sharded_each(directory, mesh, checkpointed):
+    from torch.distributed.fsdp import fully_shard
+
+    options = {"device": "cpu", "gradient_checkpointing": checkpointed}
+    tower, whole = load(directory, **options), load(directory, **options)
+    for part in (*tower.blocks, tower):
+        fully_shard(part, mesh=mesh)
+    for each in (tower, whole):
+        loss_of(each, patches_of(each)).backward()
+    for name, parameter in tower.named_parameters():
+        assert torch.equal(parameter.grad.full_tensor(), whole.get_parameter(name).grad), name
 
 
 def test_what_is_trained_is_what_hugging_face_would_hold(config, directory, tmp_path):
@@ -245,3 +273,17 @@ def test_gradients_are_recorded_where_they_are_wanted(directory):
 def test_what_cannot_be_trained_is_refused(directory, options, message):
     with pytest.raises(ValueError, match=message):
         load(directory, **options)
+
+
+@one_tower
+def test_the_example_of_a_step_runs(config, directory, tmp_path, monkeypatch):
+    page = Path(__file__).parents[3] / "flax_models" / "README.md"
+    examples = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    [example] = [x for x in examples if "import load_vision_tower, save_vision_tower" in x]
+    monkeypatch.chdir(tmp_path)
+    patches = random_patches(config, GRID)
+    names = {"directory": directory, "pixel_values": patches, "grid_thw": GRID}
+    names["targets"] = torch.ones(len(patches) // config.merge_unit, config.out_hidden_size)
+    exec(example, names)
+    assert names["loss"].isfinite()
+    assert VisionConfig.from_pretrained("path/to/trained") == config
