@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     invariance = add(
         "invariance", commands.run_invariance, "time batch-invariant calls beside the usual ones"
     )
+    training = add("training", commands.run_training, "time kernels and towers in training")
     tune = add("tune", commands.run_tune, "find the fastest launches for this GPU")
     tune.add_argument("--write", action="store_true", help="put them into the kernel packages")
     for flag, choices in (
@@ -84,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.run_integration,
         "time Hugging Face's tower with and without accelerate",
     )
-    for part in (kernels, invariance, towers, integration):
+    for part in (kernels, invariance, training, towers, integration):
         part.add_argument(
             "--workload",
             action="append",

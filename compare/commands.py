@@ -15,8 +15,12 @@ from compare.common.console import say
 from compare.common.errors import InputError
 from compare.common.result_files import Record
 from compare.report.report import REPORT, read_readme, update_readme, write_report
-from compare.workloads.kernels import KERNEL_WORKLOADS, choose
-from compare.workloads.towers import INTEGRATION_WORKLOADS, TOWER_WORKLOADS
+from compare.workloads.kernels import KERNEL_WORKLOADS, TRAINING_WORKLOADS, choose
+from compare.workloads.towers import (
+    INTEGRATION_WORKLOADS,
+    TOWER_WORKLOADS,
+    TRAINED_TOWER_WORKLOADS,
+)
 
 if TYPE_CHECKING:
     from compare.bench.ceilings import Ceilings
@@ -73,6 +77,28 @@ def run_invariance(options: Namespace) -> int:
 
     ours = [twin(batch_invariant=which) for twin in (triton, pallas) for which in (False, True)]
     return _keep(options, path, *bench_kernels(chosen, ours))
+
+
+def run_training(options: Namespace) -> int:
+    """Time the kernels forward and backward, and steps of fine-tuning the tower."""
+    chosen = choose(TRAINING_WORKLOADS | TRAINED_TOWER_WORKLOADS, options.workload)
+    path = _benchmark_path(options)
+    from compare.bench.kernels import all_implementations, bench_kernels
+    from compare.bench.towers import Reference, bench_towers
+    from compare.implementations.kernels import with_gradient
+    from compare.implementations.training import (
+        exact_training,
+        trained_towers,
+        training_baseline,
+    )
+
+    implementations = list(map(with_gradient, all_implementations()))
+    kernels = [workload for workload in chosen if workload.name in TRAINING_WORKLOADS]
+    records, ceilings = bench_kernels(kernels, implementations)
+    if towers := [workload for workload in chosen if workload.name in TRAINED_TOWER_WORKLOADS]:
+        reference = Reference(exact_training, training_baseline())
+        records += bench_towers(towers, trained_towers(), reference)[0]
+    return _keep(options, path, records, ceilings)
 
 
 def run_tune(options: Namespace) -> int:

@@ -244,7 +244,7 @@ def load_vision_tower(
         trainable: hold the published parameters, which `save_vision_tower` writes; for inference
             Qwen2.5-VL's MLPs have others, which are faster.
         remat: let a backward pass keep the input of each block alone and compute the block again
-            (`jax.checkpoint`): less memory, a third more time.
+            (`jax.checkpoint`): less memory for more time.
         progress: show progress on standard error. None: only where that is a terminal.
 
     Raises:

@@ -31,12 +31,15 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("NPROC", "8")
 # Before any test imports a framework: without a GPU Triton's kernels are interpreted.
 configure()
-if gpu_count() == 0 and importlib.util.find_spec("jaxlib"):
-    # The tests compile much and run little: half their time goes if XLA does not optimise. Of two
-    # values for a flag XLA takes the last, the user's.
-    flags = ["--xla_backend_optimization_level=0"]
-    if importlib.metadata.version("jaxlib").startswith("0.10."):  # 0.12 does not start with it
-        flags.append("--xla_cpu_use_fusion_emitters=false")
+if importlib.util.find_spec("jaxlib"):
+    # The tests compile much and run little. On a GPU half of XLA's time goes into trials of its own
+    # products, without one into optimising. Of two values for a flag XLA takes the last, the
+    # user's.
+    flags = ["--xla_gpu_autotune_level=0"]
+    if gpu_count() == 0:
+        flags = ["--xla_backend_optimization_level=0"]
+        if importlib.metadata.version("jaxlib").startswith("0.10."):  # 0.12 does not start with it
+            flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 interpreter.speed_up()
 

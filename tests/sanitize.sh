@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # NVIDIA's compute-sanitizer over the contracts of the attention's kernels, of its gradients' and of
 # the MLP's, compiled on this machine's GPU: accesses outside of allocations (memcheck), races on
-# shared memory (racecheck), reads of memory that nobody wrote (initcheck). Fails on the first tool
-# that finds anything. Of the warp-specialized kernels, on a Hopper GPU, the tools see what threads
-# access; the copy engine's accesses, which its descriptors bound, and the tensor cores' are no
-# thread's.
+# shared memory (racecheck), reads of memory that nobody wrote (initcheck). Fails if one finds
+# anything. Of the warp-specialized kernels, on a Hopper GPU, the tools see what threads access; the
+# copy engine's accesses, which its descriptors bound, and the tensor cores' are no thread's.
 #
-#   tests/sanitize.sh [TOOL...]       PYTHON and COMPUTE_SANITIZER name the programs
+#   tests/sanitize.sh [TOOL...]       PYTHON and COMPUTE_SANITIZER name the programs; with JOBS=8 as
+#                                     many suites run at once, each on a core
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
@@ -27,8 +27,9 @@ kernels+='|window_backward|stream_backward_q|stream_backward_kv'
 gradients='TestKernel and (any_cu_seqlens or as_exact or lengths_around or ends_of_their_dtype)'
 gated='TestGated and (oracles_rounded_once or one_kernel_is_the_oracles)'
 
-[[ $# -gt 0 ]] || set -- memcheck racecheck initcheck
-for tool in "$@"; do
+run() {  # a suite by a tool; prints when it is done, as several may run at once
+  local tool=$1 selected=${2%: *} files options log status=0
+  read -ra files <<<"${2##*: }"
   options=(--tool "$tool" --error-exitcode 86 --target-processes application-only)
   case $tool in
     # Frameworks ask the driver for what older ones lack, which is no fault.
@@ -36,15 +37,28 @@ for tool in "$@"; do
   esac
   # What other kernels write has to be seen for initcheck to know that it was written.
   [[ $tool == initcheck ]] || options+=(--kernel-regex "kns=($kernels)_kernel")
-  for suite in \
-    "$attention: tests/triton_kernels/test_contract.py tests/triton_kernels/kernels/test_hopper_stream.py" \
-    "$attention: tests/pallas_kernels/test_contract.py tests/pallas_kernels/kernels/test_hopper_stream.py" \
-    "$gradients: tests/triton_kernels/test_gradients.py tests/pallas_kernels/test_gradients.py" \
-    "$gated: tests/compare/torch_tower/test_gated.py tests/compare/torch_tower/test_gated_product.py" \
-    "$gated: tests/flax_models/test_gated.py tests/flax_models/test_gated_product.py"; do
-    read -ra files <<<"${suite##*: }"
-    echo "== $tool: ${files[*]}"
-    "$sanitizer" "${options[@]}" "$python" -m pytest -q -p no:cacheprovider -o timeout=0 \
-      "${files[@]}" -k "${suite%: *}"
+  log=$("$sanitizer" "${options[@]}" "$python" -m pytest -q -p no:cacheprovider -o timeout=0 \
+    "${files[@]}" -k "$selected" 2>&1) || status=$?
+  printf '== %s: %s\n%s\n' "$tool" "${files[*]}" "$log"
+  return "$status"
+}
+
+suites=(
+  "$attention: tests/triton_kernels/test_contract.py tests/triton_kernels/kernels/test_hopper_stream.py"
+  "$attention: tests/pallas_kernels/test_contract.py tests/pallas_kernels/kernels/test_hopper_stream.py"
+  "$gradients: tests/triton_kernels/test_gradients.py tests/pallas_kernels/test_gradients.py"
+  "$gated: tests/compare/torch_tower/test_gated.py tests/compare/torch_tower/test_gated_product.py"
+  "$gated: tests/flax_models/test_gated.py tests/flax_models/test_gated_product.py"
+)
+[[ $# -gt 0 ]] || set -- memcheck racecheck initcheck
+pids=()
+for tool in "$@"; do
+  for suite in "${suites[@]}"; do
+    while (($(jobs -rp | wc -l) >= ${JOBS:-1})); do wait -n || :; done
+    run "$tool" "$suite" &
+    pids+=($!)
   done
 done
+failed=0
+for pid in "${pids[@]}"; do wait "$pid" || failed=$?; done
+exit "$failed"

@@ -6,8 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.agreement.metrics import kernel_verdict, relative_rms_error
-from compare.agreement.oracle import oracle, rotated, rotated_once, unfused
+from compare.agreement.metrics import gradient_verdict, kernel_verdict, relative_rms_error
+from compare.agreement.oracle import (
+    oracle,
+    oracle_gradient,
+    rotated,
+    rotated_once,
+    unfused,
+    unfused_gradient,
+)
 from compare.common.result_files import Verdict
 from compare.workloads.arrays import KernelArguments, jax_arguments, torch_arguments
 from compare.workloads.kernels import KernelInputs, KernelWorkload
@@ -19,19 +26,24 @@ class Expected:
 
     Attributes:
         inputs: what every implementation gets.
-        exact: fp64, the oracle's answer, [tokens, heads, head_dim] for attention.
-        unfused_error: relative RMS error of the unfused computation in the workload's dtype.
+        exact: fp64, the oracle's answer, [tokens, heads, head_dim] for attention, and
+            [tokens, 3, heads, head_dim] for its gradient.
+        unfused_error: relative RMS error of the unfused computation in the workload's dtype; of
+            gradients those in q, k and v.
     """
 
     workload: KernelWorkload
     inputs: KernelInputs
     exact: torch.Tensor
-    unfused_error: float
+    unfused_error: float | tuple[float, ...]
 
     @classmethod
     def of(cls, workload: KernelWorkload, inputs: KernelInputs | None = None) -> "Expected":
         """Draw inputs, unless they are given, and compute what is right."""
         inputs = workload.inputs() if inputs is None else inputs
+        if workload.gradients:
+            exact = oracle_gradient(inputs)
+            return cls(workload, inputs, exact, _errors_of_parts(unfused_gradient(inputs), exact))
         exact = oracle(inputs)
         return cls(workload, inputs, exact, relative_rms_error(unfused(inputs), exact))
 
@@ -52,8 +64,19 @@ class Expected:
         return jax_arguments(self.inputs)
 
     def judge(self, outputs: Sequence[torch.Tensor]) -> Verdict:
-        """Rule 1 on the worst of some outputs, each of the shape of `exact`."""
-        errors = [relative_rms_error(output, self.exact) for output in outputs]
+        """Rule 1 on the worst of some outputs, each of the shape of `exact`, or of their parts."""
+        verdicts = [verdict for output in outputs for verdict in self._verdicts(output)]
         # max() alone would drop a NaN that does not come first.
-        worst = max(errors) if all(error == error for error in errors) else float("nan")
-        return kernel_verdict(worst, self.unfused_error, self.workload.dtype)
+        return max(verdicts, key=lambda v: (v.error != v.error, v.error - v.limit))
+
+    def _verdicts(self, output: torch.Tensor) -> list[Verdict]:
+        if isinstance(self.unfused_error, tuple):
+            errors = _errors_of_parts(output, self.exact)
+            return list(map(gradient_verdict, errors, self.unfused_error))
+        error = relative_rms_error(output, self.exact)
+        return [kernel_verdict(error, self.unfused_error, self.workload.dtype)]
+
+
+def _errors_of_parts(gradient: torch.Tensor, exact: torch.Tensor) -> tuple[float, ...]:
+    """Relative RMS errors of the gradients in q, k and v, which are of different sizes."""
+    return tuple(map(relative_rms_error, gradient.unbind(1), exact.unbind(1)))

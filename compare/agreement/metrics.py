@@ -51,6 +51,11 @@ def kernel_verdict(error: float, unfused_error: float, dtype: str) -> Verdict:
     return Verdict(error, min(ORACLE_LIMITS[dtype], UNFUSED_FACTOR * unfused_error))
 
 
+def gradient_verdict(error: float, unfused_error: float) -> Verdict:
+    """Of a gradient: within twice the unfused computation's error."""
+    return Verdict(error, UNFUSED_FACTOR * unfused_error)
+
+
 def twin_verdict(error: float, dtype: str) -> Verdict:
     """Rule 2: the two kernels against each other."""
     return Verdict(error, TWIN_LIMITS[dtype])

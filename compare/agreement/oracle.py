@@ -4,7 +4,8 @@ Written without the kernels' own reference, so that a mistake there cannot hide 
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -13,6 +14,9 @@ from compare.workloads.kernels import KernelInputs
 
 # Elements of a block of logits [heads, rows, keys]: 1 GiB in fp64, whatever the segment's length.
 _LOGITS = 1 << 27
+
+# (q, k, v, scale) of some rows and their segment -> their result
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 def oracle(inputs: KernelInputs, scale: float | None = None) -> torch.Tensor:
@@ -44,15 +48,32 @@ def unfused(inputs: KernelInputs, scale: float | None = None) -> torch.Tensor:
     dtype = qkv.dtype
     q, k, v = qkv.unbind(1)
     q, k = (_rotate(x.float(), cos, sin).to(dtype).float() for x in (q, k))
+    steps = partial(_separate_steps, dtype=dtype)
+    return _by_segment(inputs, q, k, v.float(), scale, steps).to(dtype)
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        logits = torch.einsum("qhd,khd->hqk", q, k) * scale
-        p = torch.exp(logits - logits.amax(-1, keepdim=True))
-        total = p.sum(-1).T[..., None]
-        return torch.einsum("hqk,khd->qhd", p.to(dtype).float(), v) / total
 
-    # On a GPU PyTorch's default for fp32 products is true fp32, and no code here changes it.
-    return _by_segment(inputs, q, k, v.float(), scale, attend).to(dtype)
+def oracle_gradient(inputs: KernelInputs, scale: float | None = None) -> torch.Tensor:
+    """The gradient in qkv of sum(inputs.grad * oracle), every step in fp64.
+
+    Returns:
+        [tokens, 3, heads, head_dim] fp64; 0 for tokens of no segment.
+    """
+    qkv, cos, sin = (to_torch(x).double() for x in (inputs.qkv, inputs.cos, inputs.sin))
+    return _gradient(inputs, qkv, lambda x: _rotate(x, cos, sin), scale, _exact)
+
+
+def unfused_gradient(inputs: KernelInputs, scale: float | None = None) -> torch.Tensor:
+    """The same as the separate steps of `unfused` round it, forward and backward.
+
+    The gradients of rotated q and k are cast to the dtype, that of the probabilities is not.
+
+    Returns:
+        [tokens, 3, heads, head_dim] in the dtype of qkv.
+    """
+    qkv, cos, sin = (to_torch(x) for x in (inputs.qkv, inputs.cos, inputs.sin))
+    dtype = qkv.dtype
+    steps = partial(_separate_steps, dtype=dtype)
+    return _gradient(inputs, qkv, lambda x: _rotate(x.float(), cos, sin).to(dtype), scale, steps)
 
 
 def rotated(inputs: KernelInputs) -> torch.Tensor:
@@ -81,20 +102,63 @@ def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
     return torch.einsum("hqk,khd->qhd", p, v)
 
 
+def _separate_steps(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, dtype: torch.dtype
+) -> torch.Tensor:
+    # On a GPU PyTorch's default for fp32 products is true fp32, and no code here changes it.
+    logits = torch.einsum("qhd,khd->hqk", q, k) * scale
+    p = torch.exp(logits - logits.amax(-1, keepdim=True))
+    total = p.sum(-1).T[..., None]
+    p = p + (p.to(dtype).float() - p).detach()  # rounded, but not its gradient
+    return torch.einsum("hqk,khd->qhd", p, v) / total
+
+
 def _by_segment(
     inputs: KernelInputs,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float | None,
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
+    attend: Attend,
 ) -> torch.Tensor:
     heads, head_dim = q.shape[1:]
     scale = head_dim**-0.5 if scale is None else scale
     out = torch.zeros_like(q)
+    for rows, segment in _blocks(inputs, heads):
+        out[rows] = attend(q[rows], k[segment], v[segment], scale)
+    return out
+
+
+def _gradient(
+    inputs: KernelInputs,
+    qkv: torch.Tensor,
+    rotate: Callable[[torch.Tensor], torch.Tensor],
+    scale: float | None,
+    attend: Attend,
+) -> torch.Tensor:
+    """Of the operation with these steps, which rotate into a dtype and attend in fp32 or wider."""
+    heads, head_dim = qkv.shape[2:]
+    scale = head_dim**-0.5 if scale is None else scale
+    qkv.requires_grad_()
+    q, k, v = qkv.unbind(1)
+    used = [rotate(q), rotate(k), v]
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    leaves = [x.detach().to(wide) for x in used]
+    sums = [torch.zeros_like(x) for x in leaves]
+    grad = to_torch(inputs.grad).to(wide)
+    for rows, segment in _blocks(inputs, heads):
+        places = rows, segment, segment
+        block = [x[at].requires_grad_() for x, at in zip(leaves, places, strict=True)]
+        found = torch.autograd.grad(attend(*block, scale), block, grad[rows])
+        for total, at, part in zip(sums, places, found, strict=True):
+            total[at] += part
+    of_used = [total.to(x.dtype) for total, x in zip(sums, used, strict=True)]
+    return torch.autograd.grad(used, qkv, of_used)[0]
+
+
+def _blocks(inputs: KernelInputs, heads: int) -> Iterator[tuple[slice, slice]]:
+    """Rows of bounded logits, and the segment that they are of."""
     for start, end in itertools.pairwise(inputs.cu_seqlens.tolist()):
         step = max(1, _LOGITS // max(1, heads * (end - start)))
         for first in range(start, end, step):
-            rows = slice(first, min(first + step, end))
-            out[rows] = attend(q[rows], k[start:end], v[start:end], scale)
-    return out
+            yield slice(first, min(first + step, end)), slice(start, end)

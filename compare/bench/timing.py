@@ -57,7 +57,7 @@ class GraphTimer:
     """One implementation captured over rotating inputs.
 
     Attributes:
-        call: qkv, cos, sin, cu_seqlens -> [tokens, heads, head_dim]; may rotate qkv in place.
+        call: qkv, cos, sin, cu_seqlens (and more) -> a tensor; may rotate qkv in place.
         arguments: one set of inputs on the GPU.
         sets: how many copies of them to rotate among.
 
@@ -71,8 +71,10 @@ class GraphTimer:
 
     def __post_init__(self) -> None:
         """Warm up on a side stream, as capture asks for, and capture one call for each set."""
-        qkv, cos, sin, cu_seqlens = self.arguments
-        self._sets = [(qkv.clone(), cos.clone(), sin.clone(), cu_seqlens) for _ in range(self.sets)]
+        self._sets = [
+            tuple(x.clone() if x.is_floating_point() else x for x in self.arguments)
+            for _ in range(self.sets)
+        ]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -116,6 +118,14 @@ class GraphTimer:
         for _ in range(rounds):
             results[:] = [self.call(*arguments) for arguments in self._sets]
         torch.cuda.synchronize()
+
+    def peak_memory_mib(self) -> float:
+        """Most memory that one call takes beside its inputs, its result included."""
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.call(*self._sets[0])
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
 
     def host_us(self) -> float:
         """Microseconds of the host for a call: Python and launch, the GPU not waited for."""

@@ -2,8 +2,9 @@
 
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,8 +38,23 @@ _PROFILED_CALLS = 5  # of ours; of a peer, whose call may be 100,000 kernels, on
 _NAMED_KERNELS = 12  # the longest of a call, written to the result file by name
 
 
+@dataclass(frozen=True)
+class Reference:
+    """What the towers of a run are judged by.
+
+    Attributes:
+        exact: the tower that errors are measured against, in fp32.
+        baseline: Hugging Face's own, whose error the tower rule allows ours.
+    """
+
+    exact: Callable[[Directory], AbstractContextManager[Tower]] = exact_tower
+    baseline: TowerImplementation = field(default_factory=hugging_face_sdpa)
+
+
 def bench_towers(
-    workloads: Sequence[TowerWorkload], towers: Sequence[TowerImplementation] | None = None
+    workloads: Sequence[TowerWorkload],
+    towers: Sequence[TowerImplementation] | None = None,
+    reference: Reference | None = None,
 ) -> tuple[list[Record], Ceilings]:
     """Measure the GPU's ceilings and every tower on every workload; print the tables.
 
@@ -48,6 +64,7 @@ def bench_towers(
         workloads: what to measure on.
         towers: what to measure beside Hugging Face's own, the baseline; default our two, also with
             libraries' attention over frames, and their peers.
+        reference: what they are judged by; default Hugging Face's towers that encode.
 
     Returns:
         A record for each tower on each workload, and the ceilings.
@@ -65,7 +82,7 @@ def bench_towers(
     records = []
     for config in configs:
         of_config = [workload for workload in workloads if workload.config == config]
-        records += _bench_config(config, of_config, towers, ceilings)
+        records += _bench_config(config, of_config, towers, reference or Reference(), ceilings)
     return records, ceilings
 
 
@@ -73,12 +90,13 @@ def _bench_config(
     config: VisionConfig,
     workloads: Sequence[TowerWorkload],
     towers: Sequence[TowerImplementation],
+    reference: Reference,
     ceilings: Ceilings,
 ) -> list[Record]:
     """Every implementation of one family's tower on its workloads."""
     # From small to large, because JAX's peak memory only ever grows.
     workloads = sorted(workloads, key=lambda workload: workload.tokens)
-    baseline = hugging_face_sdpa()
+    baseline = reference.baseline
     try:
         inputs = {workload.name: photographs.workload_input(workload) for workload in workloads}
         with tempfile.TemporaryDirectory() as directory:
@@ -87,7 +105,14 @@ def _bench_config(
                 "then its fp32 embeddings"
             )
             huggingface.random_checkpoint(directory, config)
-            run = _Run(directory, workloads, inputs, _exact_embeddings(directory, inputs))
+            with reference.exact(directory) as tower:
+                # Kept on the host: the peak memory of a tower is to be its own.
+                exact = {
+                    name: tower.tensor(tower.encode(*tower.put(*arrays))).cpu()
+                    for name, arrays in inputs.items()
+                }
+            del tower
+            run = _Run(directory, workloads, inputs, exact)
             records = run.measure(baseline, limits=None)
             limits = {r.workload: r.relative_rms_error for r in records if r.relative_rms_error}
             for implementation in progress(towers, "towers"):
@@ -106,15 +131,6 @@ def _bench_config(
     for workload in workloads:
         _print(workload, [record for record in records if record.workload == workload.name])
     return records
-
-
-def _exact_embeddings(directory: Directory, inputs: dict[str, Inputs]) -> dict[str, torch.Tensor]:
-    with exact_tower(directory) as tower:
-        # Kept on the host: the peak memory of a tower is to be its own.
-        return {
-            name: tower.tensor(tower.encode(*tower.put(*arrays))).cpu()
-            for name, arrays in inputs.items()
-        }
 
 
 def _blanks(

@@ -86,7 +86,12 @@ def encode(model: torch.nn.Module, pixel_values: Any, grid_thw: Any) -> Any:
     From a tower with DeepStack (embeddings, features), features a tuple as our towers return it.
     """
     with torch.inference_mode():
-        result = model(pixel_values, grid_thw)
+        return call(model, pixel_values, grid_thw)
+
+
+def call(model: torch.nn.Module, pixel_values: Any, grid_thw: Any) -> Any:
+    """As `encode`, but for whatever gradients are asked for."""
+    result = model(pixel_values, grid_thw)
     if isinstance(result, torch.Tensor):  # transformers 4, without DeepStack
         return result
     if isinstance(result, tuple):  # transformers 4

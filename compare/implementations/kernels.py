@@ -1,7 +1,7 @@
 """The two kernels that the project is about, as agreement and timing call them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal
@@ -10,8 +10,9 @@ from compare.common.environment import has_gpu
 from compare.common.errors import UnavailableError
 from compare.workloads.kernels import KernelWorkload
 
-# (qkv, cos, sin, cu_seqlens) of the implementation's framework -> [tokens, heads, head_dim]
-KernelCall = Callable[[Any, Any, Any, Any], Any]
+# (qkv, cos, sin, cu_seqlens) of the implementation's framework -> [tokens, heads, head_dim]; with
+# the result's gradient behind them -> the gradient in qkv, of its shape
+KernelCall = Callable[..., Any]
 FUSE = ("qk", "q", "none")
 
 
@@ -50,6 +51,34 @@ def pallas(fuse: str = "auto", batch_invariant: bool = False) -> KernelImplement
 def pallas_by_xla() -> KernelImplementation:
     """The Pallas kernel as XLA compiles it, which it does where Triton is not installed."""
     return KernelImplementation("pallas by XLA", "jax", _prepare_pallas_by_xla, ours=True)
+
+
+def with_gradient(implementation: KernelImplementation) -> KernelImplementation:
+    """The same, called and differentiated: (qkv, cos, sin, cu_seqlens, grad) -> gradient in qkv."""
+    step = {"torch": _torch_step, "jax": _jax_step}[implementation.framework]
+    return replace(implementation, prepare=lambda workload: step(implementation.prepare(workload)))
+
+
+def _torch_step(attend: KernelCall) -> KernelCall:
+    import torch
+
+    def step(qkv: Any, cos: Any, sin: Any, cu_seqlens: Any, grad: Any) -> Any:
+        qkv = qkv.detach().requires_grad_()
+        return torch.autograd.grad(attend(qkv, cos, sin, cu_seqlens), qkv, grad)[0]
+
+    return step
+
+
+def _jax_step(attend: KernelCall) -> KernelCall:
+    import jax
+
+    @jax.jit
+    def both(qkv: Any, cos: Any, sin: Any, cu_seqlens: Any, grad: Any) -> Any:
+        out, pull = jax.vjp(lambda x: attend(x, cos, sin, cu_seqlens), qkv)
+        return out, pull(grad)[0]
+
+    # What is not returned XLA leaves out: a window's gradient needs nothing of its forward pass.
+    return lambda *arguments: both(*arguments)[1]
 
 
 def require_jax_gpu() -> None:

@@ -44,7 +44,7 @@ def _pool() -> ThreadPoolExecutor:
 def _ready(implementation: KernelImplementation, workload: KernelWorkload) -> KernelImplementation:
     try:
         call = implementation.prepare(workload)
-        with torch.inference_mode():
+        with torch.inference_mode(not workload.gradients):
             output = call(*blank_arguments(workload, implementation.framework))
         if implementation.framework == "jax":
             output.block_until_ready()

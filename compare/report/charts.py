@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from compare.bench.fusion_table import Cell
 from compare.common.console import number
 from compare.common.result_files import Results, write_text
-from compare.report.grouping import OURS, UNITS, Column, RecordDict, ranking, size, timed
+from compare.report.grouping import OURS, UNITS, Column, RecordDict, kind, ranking, size, timed
 from compare.report.markdown import speedup
 from compare.report.summary import SIZES
 
@@ -81,7 +81,8 @@ def timing_chart(results: Results, workloads: Sequence[str], title: str, path: P
     groups = [workloads[start : start + side_by_side] for start in starts]
     named = [_bars(results, group, workloads) for group in groups]
     heights = [len(bars) + 1.2 for bars in named]
-    unit, unit_us = UNITS[results.part]
+    of_kind = kind(results, workloads)
+    unit, unit_us = UNITS[of_kind]
     figure = Figure(figsize=(_WIDTH, 0.5 + 0.24 * sum(heights)))
     panels = figure.subplots(
         len(groups), side_by_side, squeeze=False, sharey="row", height_ratios=heights
@@ -98,7 +99,7 @@ def timing_chart(results: Results, workloads: Sequence[str], title: str, path: P
         for panel in row[len(group) :]:
             panel.set_axis_off()
         _name_bars(row[0], list(bars))
-    calls = "" if results.part == "kernels" else ", each call waited for"
+    calls = "" if of_kind in ("kernels", "training") else ", each call waited for"
     _save(figure, f"{title}, {unit}{calls} (lower is better; dashed: floor)", path)
 
 

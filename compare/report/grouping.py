@@ -9,11 +9,13 @@ from compare.workloads.towers import TOWERS
 KERNELS = ("triton", "pallas")
 OURS = (*KERNELS, "pallas by XLA", "torch", "flax", "accelerated", "accelerated, compiled")
 
-# Of a part's times: the unit and its microseconds.
+# Of a kind of times, a part's by and large: the unit and its microseconds.
 _KERNELS, _TOWERS = ("µs", 1.0), ("ms", 1e3)
 UNITS = {
     "kernels": _KERNELS,
     "invariance": _KERNELS,
+    "training": _KERNELS,
+    "tower training": _TOWERS,
     "towers": _TOWERS,
     "integration": _TOWERS,
 }
@@ -27,6 +29,12 @@ def family(workload: str) -> str:
     # A family's name may hold a dash itself, as "qwen3-tower" does.
     known = (name for name in TOWERS if workload.startswith(f"{name}-"))
     return next(known, workload.partition("-")[0])
+
+
+def kind(results: Results, workloads: Sequence[str]) -> str:
+    """What kind of times a family's are, a key of UNITS: training has kernels' and towers'."""
+    of_towers = results.part == "training" and family(workloads[0]) in TOWERS
+    return "tower training" if of_towers else results.part
 
 
 def size(workload: str) -> str:

@@ -22,7 +22,16 @@ from compare.report.summary import hero_bars, summary_sentences, summary_table
 from compare.workloads.towers import TOWERS
 
 REPORT = "report.md"  # its name in a directory of results, and in that of each device
-PARTS = ("agreement", "stress", "kernels", "fusion", "invariance", "towers", "integration")
+PARTS = (
+    "agreement",
+    "stress",
+    "kernels",
+    "fusion",
+    "invariance",
+    "training",
+    "towers",
+    "integration",
+)
 _FORMER_NAMES = {"stress": "trust"}  # of a part and its file
 _HERO = "hero.svg"
 _NOTES = "notes/README.md"  # what somebody wrote about the results beside it
@@ -44,6 +53,12 @@ _METHODS = {
     "invariance": "Clocks, floor and brackets as in the kernels' tables; the error is that of "
     "either call. A batch-invariant call launches what its segments' own lengths ask for, so long "
     "ones never the warp-specialized kernel.",
+    "training": "A call and its backward pass, the gradient in qkv as the result. Clocks and "
+    "brackets as in the kernels' tables. Floor: the bytes and products of both passes, five of "
+    "these in the backward one. The error is that of the gradient in q, k or v which is nearest to "
+    "its limit. Memory: beside the inputs, the result included, PyTorch's alone. Of towers: a "
+    "step's forward and backward pass and an update of all parameters by plain gradient descent, "
+    "by the wall; the error is that of the gradient of the patch embedding's weights.",
     "towers": "Random weights at the published sizes. Wall time of whole calls, inputs on the GPU, "
     "each waited for; of calls in a row only the last is. The first call of a size, which compiles "
     "and plans, stands by itself. Floor: all products at the matrix rate and the windows' bytes at "
@@ -72,6 +87,7 @@ _TITLES = {
     "kernels": "Kernels",
     "fusion": "How much of the rotation to fuse",
     "invariance": "What batch invariance costs",
+    "training": "Forward and backward",
     "towers": "Towers",
     "windows": "Windowed attention, one layer, RoPE included",
     "frames": "Whole-frame attention, one layer, RoPE included",
@@ -79,7 +95,12 @@ _TITLES = {
     "frames_other": "Whole-frame attention, other shapes",
     "rotate": "Rotation of Q and K as a pass of its own",
     **{family: f"Whole tower of {model}" for family, model in _MODELS.items()},
-    "integration": "Hugging Face's tower of Qwen2.5-VL 7B, untouched and accelerated",
+    "integration": "Hugging Face's tower, untouched and accelerated",
+}
+_INTEGRATED = {
+    "integration": _MODELS["tower"],
+    "integration_qwen3": _MODELS["qwen3-tower"],
+    "integration_qwen3_5": "Qwen3.5, 24 layers of 16 heads x 64",
 }
 
 _Parts = Mapping[str, Results]
@@ -305,16 +326,22 @@ def _fusion(measured: Results) -> _Section:
 
 
 def _timings(measured: Results, family: str, workloads: Sequence[str]) -> _Section:
-    title = "" if family == measured.part else _title(family)
+    title = _title(family)
+    if family in _INTEGRATED:
+        title = f"Hugging Face's tower of {_INTEGRATED[family]}"
     times = tables.timing_tables(measured, workloads)
     if measured.part == "invariance":  # the family's remarks and chart are those of the kernels
         return _Section("\n\n".join(times), title)
     remarks = [_REMARKS[family]] if family in _REMARKS else []
+    of_chart, chart = title, f"{family}.svg"
+    if measured.part == "training":  # of the families of kernels and towers
+        remarks, of_chart = [], f"{of_chart}, forward and backward"
+        chart = f"training-{chart}"
     return _Section(
         "\n\n".join([*times, *remarks]),
         title,
-        f"{family}.svg",
-        lambda charts, path: charts.timing_chart(measured, workloads, _title(family), path),
+        chart,
+        lambda charts, path: charts.timing_chart(measured, workloads, of_chart, path),
     )
 
 

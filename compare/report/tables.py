@@ -13,6 +13,7 @@ from compare.report.grouping import (
     Column,
     RecordDict,
     family,
+    kind,
     ranking,
     size,
     timed,
@@ -33,6 +34,9 @@ _COUNTERPART = {
     ("integration", "torch"): "accelerated",
     ("invariance", "torch"): "triton",
     ("invariance", "jax"): "pallas",
+    ("training", "torch"): "triton",
+    ("training", "jax"): "pallas",
+    ("tower training", "torch"): "accelerated",
 }
 
 
@@ -141,16 +145,19 @@ def timing_tables(results: Results, workloads: Sequence[str]) -> list[str]:
     columns = [timed(results, workload) for workload in workloads]
     names = ranking(results, workloads)
     found = [_medians(results, workloads, columns, names)]
-    if results.part == "invariance":
+    of_kind = kind(results, workloads)
+    if of_kind == "invariance":
         return found
-    if results.part == "kernels":
-        columns = [_ratios(results, workload) for workload in workloads]
-        ratios = dict.fromkeys(name for column in columns for name in column)
-        rows = _rows(ratios, columns, lambda column, name: column.get(name, "–"))
+    if of_kind in ("kernels", "training"):
+        ratios = [_ratios(results, workload) for workload in workloads]
+        told = dict.fromkeys(name for column in ratios for name in column)
+        rows = _rows(told, ratios, lambda column, name: column.get(name, "–"))
         found.append(_details("ratio", workloads, rows))
+        rows = _rows(names, columns, _memory)
+        found.append(_details("most memory of a call, MiB", workloads, rows))
     else:
         for title, key in (("calls in a row", "row_us"), ("kernels alone", "profiler_us")):
-            rows = _rows(names, columns, partial(_time, results.part, key))
+            rows = _rows(names, columns, partial(_time, of_kind, key))
             found.append(_details(f"{title}, ms", workloads, _bold(rows)))
         in_a_row = any("row_us" in record for column in columns for record in column.values())
         rates = f"thousand tokens a second, calls {'in a row' if in_a_row else 'one by one'}"
@@ -167,10 +174,11 @@ def _medians(
     results: Results, workloads: Sequence[str], columns: Sequence[Column], names: Sequence[str]
 ) -> str:
     """A row for each implementation, with the largest spread and error of the row."""
-    unit, unit_us = UNITS[results.part]
+    of_kind = kind(results, workloads)
+    unit, unit_us = UNITS[of_kind]
     # A workload that nobody could be timed on has a floor as well.
     floors = [results.of(workload)[0].get("floor_us") for workload in workloads]
-    rows = _bold(_rows(names, columns, partial(_time, results.part, "median_us")))
+    rows = _bold(_rows(names, columns, partial(_time, of_kind, "median_us")))
     for name, row in zip(names, rows, strict=True):
         own = [column[name] for column in columns if name in column]
         spreads = [r["spread_us"] / r["median_us"] for r in own if "spread_us" in r]
@@ -202,16 +210,16 @@ def _details(title: str, workloads: Sequence[str], rows: Sequence[Sequence[str]]
     return table([title, *map(size, workloads)], rows) if known else ""
 
 
-def _time(part: str, key: str, records: Column, name: str) -> str:
+def _time(of_kind: str, key: str, records: Column, name: str) -> str:
     """A time and, for ours, the share of the floor, for a peer the speedup of ours over it."""
     time_us = records.get(name, {}).get(key)
     if time_us is None:
         return "–"
-    time = number(time_us / UNITS[part][1])
+    time = number(time_us / UNITS[of_kind][1])
     if name in OURS:
         floor = records[name].get("floor_us")
         return time if floor is None else f"**{time}** ({floor / time_us:.0%} of floor)"
-    counterpart = _COUNTERPART.get((part, records[name].get("framework", "")), "")
+    counterpart = _COUNTERPART.get((of_kind, records[name].get("framework", "")), "")
     ours_us = records.get(counterpart, {}).get(key)
     return time if ours_us is None else f"{time} ({speedup(time_us / ours_us)})"
 
@@ -241,6 +249,10 @@ def _rate(records: Column, name: str) -> str:
     tokens = number(record["tokens_per_s"] / 1e3)
     frames = record.get("frames_per_s")
     return tokens if frames is None else f"{tokens} ({frames:.0f} frames)"
+
+
+def _memory(records: Column, name: str) -> str:
+    return number(records.get(name, {}).get("peak_memory_mib"))
 
 
 def _resources(records: Column, name: str) -> str:

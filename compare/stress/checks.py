@@ -16,7 +16,7 @@ from compare.implementations.towers import TowerImplementation, free_memory, our
 from compare.stress import inputs, kernels, server
 from compare.stress.inputs import Sizes
 from compare.stress.kernels import Findings
-from compare.stress.launched import BACKWARD, kernels_here
+from compare.stress.launched import BACKWARD, WARP_SPECIALIZED, kernels_here
 from compare.stress.server import Traffic
 from compare.stress.subjects import SUBJECTS, Subject
 from compare.workloads.towers import SMALL_TOWERS
@@ -36,12 +36,14 @@ class Check:
         tried: in words, for the report.
         run: goes through the cases of one kernel.
         gradients: whether it is of those too, whose kernels are to be reached then.
+        without: the kernels that its calls never ask for.
     """
 
     name: str
     tried: str
     run: Callable[[Subject, Sizes], Findings]
     gradients: bool = False
+    without: tuple[str, ...] = ()
 
 
 CHECKS = (
@@ -59,6 +61,12 @@ CHECKS = (
     ),
     Check("determinism", "{0.runs} runs of each call, bit by bit", kernels.determinism),
     Check("place", "a segment moved about among others, bit by bit", kernels.place),
+    Check(
+        "invariance",
+        "batch-invariant: a segment alone and in calls of other sizes and bounds, bit by bit",
+        kernels.invariance,
+        without=(WARP_SPECIALIZED,),
+    ),
     Check(
         "numerics",
         "logits of 1e4, equal rows, one dominant key, values near fp16's largest",
@@ -109,7 +117,7 @@ def check_stress(
 def run_check(check: Check, subject: Subject, sizes: Sizes) -> Record:
     cases, findings = 0, []
     wanted = kernels_here() + (BACKWARD if check.gradients else ())
-    reached = dict.fromkeys(wanted, 0)
+    reached = {name: 0 for name in wanted if name not in check.without}
     try:
         with np.errstate(all="ignore"):  # NaN and infinity are meant, Triton's interpreter is NumPy
             for finding in check.run(subject, sizes):

@@ -32,6 +32,7 @@ Findings = Iterator[str | None]
 
 # Tokens of no segment behind the others. By eights, which Pallas' warp-specialized kernel minds.
 _PADDING = 8
+_DISTINCT = 499  # rows of many neighbours, which only have to differ from each other's
 
 
 def hostile(subject: Subject, sizes: Sizes) -> Findings:
@@ -134,16 +135,10 @@ def place(subject: Subject, sizes: Sizes) -> Findings:
         before: dict[tuple[str, int], tuple[int, torch.Tensor]] = {}
         for start in sizes.starts:
             around = draw([tokens], sizes, dtype, heads=route.heads, seed=start)
-            here = slice(start, start + length)
-            around.qkv[here], around.cos[here], around.sin[here] = moved.qkv, moved.cos, moved.sin
-            # The same number of segments for every start, none longer than the bound; at 0 it
-            # stands alone.
-            front = np.linspace(0, start, 14)
-            behind = np.minimum(start + length + 32 * np.arange(14), tokens if start else length)
-            cu_seqlens = np.concatenate([front, behind]).astype(np.int32)
-            arguments = subject.put(replace(around, cu_seqlens=cu_seqlens))
+            arguments = subject.put(_among(around, moved, start, route))
             for fuse in sizes.fuse:
-                found = subject.attend(arguments, route.max_seqlen, fuse=fuse)[here]
+                found = subject.attend(arguments, route.max_seqlen, fuse=fuse)
+                found = found[start : start + length]
                 unit = subject.row_unit if WARP_SPECIALIZED in subject.launched else 1
                 first, expected = before.setdefault((fuse, start % unit), (start, found))
                 if first == start:
@@ -151,6 +146,33 @@ def place(subject: Subject, sizes: Sizes) -> Findings:
                 told = f"{dtype}, {length} tokens from {start} on, {_told(route, fuse)}"
                 same = same_bits(found, expected)
                 yield None if same else f"other bits than from {first} on: {told}"
+
+
+def invariance(subject: Subject, sizes: Sizes) -> Findings:
+    """On request its bits are also those of itself alone and in calls of other sizes and bounds."""
+    tokens = max(sizes.starts) + max(sizes.lengths)
+    of_heads = itertools.groupby(sorted(sizes.routes, key=_heads), key=_heads)
+    groups = [(heads, list(routes)) for heads, routes in of_heads]
+    for dtype, (heads, routes), length in itertools.product(DTYPES, groups, sizes.lengths):
+        moved = draw([length], sizes, dtype, heads=heads)
+        before: dict[str, tuple[str, torch.Tensor]] = {}
+        for start, (times, route) in zip(sizes.starts, itertools.cycle(enumerate(routes, 1))):
+            if length > route.max_seqlen:
+                continue
+            rows = times * tokens if start else max(sizes.lengths)
+            around = draw([rows], sizes, dtype, heads=heads, seed=start, distinct=_DISTINCT)
+            arguments = subject.put(_among(around, moved, start, route))
+            for fuse in sizes.fuse:
+                options = {"fuse": fuse, "batch_invariant": True}
+                found = subject.attend(arguments, route.max_seqlen, **options)
+                found = found[start : start + length]
+                here = f"from {start} of {rows} on, max_seqlen {route.max_seqlen}"
+                first, expected = before.setdefault(fuse, (here, found))
+                if found is expected:
+                    continue
+                told = f"{dtype}, {length} tokens {here}, {heads} heads, fuse {fuse}"
+                same = same_bits(found, expected)
+                yield None if same else f"other bits than {first}: {told}"
 
 
 def numerics(subject: Subject, sizes: Sizes) -> Findings:
@@ -215,6 +237,25 @@ def _unchanged(subject: Subject, found: torch.Tensor, expected: torch.Tensor) ->
     if WARP_SPECIALIZED not in subject.launched:
         return same_bits(found, expected)
     return relative_rms_error(found, expected) <= ORACLE_LIMITS["bfloat16"]
+
+
+def _among(around: KernelInputs, moved: KernelInputs, start: int, route: Route) -> KernelInputs:
+    """`around` with a segment in it from some row on, among short ones; alone from 0 on.
+
+    None is longer than the bound of a route.
+    """
+    length, tokens = len(moved.qkv), len(around.qkv)
+    here = slice(start, start + length)
+    around.qkv[here], around.cos[here], around.sin[here] = moved.qkv, moved.cos, moved.sin
+    # As many segments for every start.
+    front, step = np.linspace(0, start, 17), min(32, route.max_seqlen)
+    behind = np.minimum(start + length + step * np.arange(14), tokens if start else length)
+    cu_seqlens = np.concatenate([front, behind]).astype(np.int32)
+    return replace(around, cu_seqlens=cu_seqlens)
+
+
+def _heads(route: Route) -> int:
+    return route.heads
 
 
 def _told(route: Route, fuse: str) -> str:

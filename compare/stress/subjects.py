@@ -46,7 +46,7 @@ class Subject(ABC):
             max_seqlen: bound on a segment's length.
             grad: the result's gradient, an array of the subject's: then that in qkv is returned,
                 of its shape.
-            options: `fuse` and `scale` of the public function.
+            options: `fuse`, `scale` and `batch_invariant` of the public function.
         """
 
     def attend_guarded(

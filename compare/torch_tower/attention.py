@@ -160,7 +160,9 @@ def _frequencies(config: VisionConfig, device: torch.device) -> torch.Tensor:
 
 @cache  # for good: a recorded pass reads them where they are
 def _kept_frequencies(config: VisionConfig, device: torch.device) -> torch.Tensor:
-    with _disable_current_modes():  # a trace's would make a tensor without values, and it is kept
+    # A trace's modes would make a tensor without values, inference mode one that autograd refuses,
+    # and it is kept.
+    with torch.inference_mode(False), _disable_current_modes():
         return torch.from_numpy(inverse_frequencies(config)).to(device)
 
 

@@ -47,9 +47,11 @@ class FixedLayoutTower(nn.Module):
         placed = layout_tensors(self.layout, tower.device)
         for name in layout_arrays(self.layout):
             # Not views of one tensor, of which `torch.export.save` would warn. ONNX indexes by
-            # 64 bits.
+            # 64 bits. Not inference mode's, which autograd refuses.
             dtype = torch.int64 if name in _INDEXES else torch.int32
-            self.register_buffer(name, getattr(placed, name).to(dtype, copy=True), persistent=False)
+            with torch.inference_mode(False):
+                array = getattr(placed, name).to(dtype, copy=True)
+            self.register_buffer(name, array, persistent=False)
         self.eval()
 
     def forward(self, pixel_values: torch.Tensor) -> Embeddings:

@@ -9,8 +9,9 @@ from compare.common.environment import has_gpu
 from compare.torch_tower.device import as_tensor
 from compare.workloads.kernels import DTYPES, KernelInputs, KernelWorkload
 
-# qkv, cos, sin, cu_seqlens of one framework: what every kernel implementation is called with.
-KernelArguments = tuple[Any, Any, Any, Any]
+# qkv, cos, sin, cu_seqlens of one framework: what every kernel implementation is called with. The
+# result's gradient is behind them where that in qkv is asked for.
+KernelArguments = tuple[Any, ...]
 
 
 def torch_device() -> torch.device:
@@ -35,22 +36,29 @@ def poison(arguments: KernelArguments, results: int = 1) -> None:
     An implementation that leaves a part of its result unwritten then gives NaN, not what happens to
     be right because an earlier call wrote it.
     """
-    filled = [arguments[0][:, 0] * float("nan") for _ in range(results)]
+    qkv, _, _, _, *grad = arguments
+    like = qkv if grad else qkv[:, 0]
+    filled = [like * float("nan") for _ in range(results)]
     for array in filled:
-        array[-1, -1, -1].item()  # waits
+        array.ravel()[-1].item()  # waits
     del filled
 
 
 def torch_arguments(inputs: KernelInputs) -> KernelArguments:
     """A workload's inputs as tensors on torch_device()."""
-    return tuple(to_torch(x) for x in (inputs.qkv, inputs.cos, inputs.sin, inputs.cu_seqlens))
+    return tuple(map(to_torch, _arguments(inputs)))
 
 
 def jax_arguments(inputs: KernelInputs) -> KernelArguments:
     """A workload's inputs as JAX arrays on the default device."""
     import jax.numpy as jnp
 
-    return tuple(jnp.array(x) for x in (inputs.qkv, inputs.cos, inputs.sin, inputs.cu_seqlens))
+    return tuple(map(jnp.array, _arguments(inputs)))
+
+
+def _arguments(inputs: KernelInputs) -> list[np.ndarray]:
+    arguments = [inputs.qkv, inputs.cos, inputs.sin, inputs.cu_seqlens]
+    return arguments if inputs.grad is None else [*arguments, inputs.grad]
 
 
 def arguments_of(inputs: KernelInputs, framework: str) -> KernelArguments:
@@ -63,5 +71,6 @@ def blank_arguments(workload: KernelWorkload, framework: str) -> KernelArguments
     tokens = workload.tokens
     qkv = np.zeros((tokens, 3, workload.heads, workload.head_dim), DTYPES[workload.dtype])
     angles = np.zeros((tokens, workload.rotated_dims // 2), np.float32)
-    blank = KernelInputs(qkv, angles, angles, workload.cu_seqlens, workload.longest)
+    grad = qkv[:, 0] if workload.gradients else None
+    blank = KernelInputs(qkv, angles, angles, workload.cu_seqlens, workload.longest, grad)
     return arguments_of(blank, framework)

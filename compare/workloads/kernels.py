@@ -38,6 +38,7 @@ class KernelInputs:
         cos: [tokens, rotary_dim / 2] fp32; `sin` likewise.
         cu_seqlens: [segments + 1] int32.
         max_seqlen: longest segment, in tokens.
+        grad: [tokens, heads, head_dim], the result's gradient, where that in qkv is asked for.
     """
 
     qkv: np.ndarray
@@ -45,6 +46,7 @@ class KernelInputs:
     sin: np.ndarray
     cu_seqlens: np.ndarray
     max_seqlen: int
+    grad: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class KernelWorkload:
         dtype: a key of DTYPES.
         rotary_dim: how many of head_dim's dims rotate; None is all of them.
         peers: names of the peers that are timed beside ours; None is all of them.
+        gradients: whether it is the call and its backward pass, whose result is the gradient in
+            qkv.
     """
 
     name: str
@@ -68,6 +72,7 @@ class KernelWorkload:
     dtype: str = "bfloat16"
     rotary_dim: int | None = None
     peers: tuple[str, ...] | None = None
+    gradients: bool = False
 
     @property
     def rotated_dims(self) -> int:
@@ -102,20 +107,27 @@ class KernelWorkload:
 
     @property
     def bytes_moved(self) -> int:
-        """Fewest bytes through memory: qkv and angles read once, the output written once."""
-        values = 4 * self.tokens * self.heads * self.head_dim
-        angles = 2 * self.tokens * (self.rotated_dims // 2)
+        """Fewest bytes through memory: qkv and angles read once, the output written once.
+
+        A backward pass reads qkv, the angles and the output's gradient, and writes that of qkv.
+        """
+        values = (4 + 7 * self.gradients) * self.tokens * self.heads * self.head_dim
+        angles = 2 * (1 + self.gradients) * self.tokens * (self.rotated_dims // 2)
         return values * DTYPES[self.dtype].itemsize + angles * 4
 
     @property
     def matrix_flops(self) -> int:
-        """Operations of the two matrix products, nothing padded."""
-        return int(4 * self.heads * self.head_dim * (self.lengths**2).sum())
+        """Operations of the two matrix products, nothing padded; five more of a backward pass."""
+        products = 2 + 5 * self.gradients
+        return int(2 * products * self.heads * self.head_dim * (self.lengths**2).sum())
 
     def inputs(self, seed: int = 0) -> KernelInputs:
-        """Fresh standard-normal qkv and the angles of the images' real positions."""
-        shape = (self.tokens, 3, self.heads, self.head_dim)
-        qkv = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+        """Fresh standard-normal qkv (and gradient), and the angles of the images' positions."""
+        rng, shape = np.random.default_rng(seed), (self.heads, self.head_dim)
+        qkv = rng.standard_normal((self.tokens, 3, *shape), dtype=np.float32)
+        grad = None
+        if self.gradients:
+            grad = rng.standard_normal((self.tokens, *shape), dtype=np.float32)
         cos, sin = rotary_angles(self._config(), self.layout.positions)
         return KernelInputs(
             qkv=qkv.astype(DTYPES[self.dtype]),
@@ -123,6 +135,7 @@ class KernelWorkload:
             sin=sin,
             cu_seqlens=self.cu_seqlens,
             max_seqlen=self.longest,
+            grad=None if grad is None else grad.astype(DTYPES[self.dtype]),
         )
 
     def record(self, implementation: str, **fields: Any) -> Record:
@@ -214,6 +227,21 @@ KERNEL_WORKLOADS = {
         *_other_windows(),
         *_other_frames(),
     ]
+}
+
+# The same shapes, forward and backward.
+_TRAINED = (
+    *(f"{kind}-{side}" for kind in _KINDS for side in SIDES),
+    *("windows_other-1344-head72", "windows_other-8-images", "windows_other-16x448"),
+    *("frames_other-1344-head72", "frames_other-1344-head128", "frames_other-8x1024"),
+)
+TRAINING_PEERS = tuple(
+    f"torch.compile rope + {attention}"
+    for attention in ("FA2 varlen", "flash-attn FA2 varlen", "FA3 varlen", "cuDNN SDPA")
+)
+TRAINING_WORKLOADS = {
+    name: replace(KERNEL_WORKLOADS[name], gradients=True, peers=(*TRAINING_PEERS, _JAX_PEER))
+    for name in _TRAINED
 }
 
 # Segment lengths over which kernels are tuned and fusions compared, as frames in patches.

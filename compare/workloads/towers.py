@@ -37,11 +37,13 @@ class TowerWorkload:
     Attributes:
         visuals: their sides are multiples of a merge unit's.
         config: of the tower.
+        gradients: whether it is a step of training, forward and backward.
     """
 
     name: str
     visuals: tuple[Visual, ...]
     config: VisionConfig = field(default_factory=VisionConfig.qwen2_5_vl_7b)
+    gradients: bool = False
 
     @property
     def grid_thw(self) -> Grid:
@@ -66,7 +68,10 @@ class TowerWorkload:
 
     @property
     def matrix_flops(self) -> int:
-        """Operations of every matrix product and of the full-attention layers' attention."""
+        """Operations of every matrix product and of the full-attention layers' attention.
+
+        A product's backward pass has two: the gradients in what enters it and in its weights.
+        """
         config, hidden = self.config, self.config.hidden_size
         merged = hidden * config.merge_unit
         mlp = (len(config.family.mlp_inputs) + 1) * config.intermediate_size
@@ -75,15 +80,22 @@ class TowerWorkload:
         merger = 2 * (self.tokens // config.merge_unit) * merged * (merged + config.out_hidden_size)
         mergers = (1 + len(config.deepstack_visual_indexes)) * merger
         attention = self._full_layers * self._attention("frames").matrix_flops
-        return config.depth * layer + patch_embed + mergers + attention
+        products = config.depth * layer + patch_embed + mergers
+        return products * (3 if self.gradients else 1) + attention
 
     @property
     def _full_layers(self) -> int:
         return sum(map(self.config.sees_frames, range(self.config.depth)))
 
     def _attention(self, kind: Kind) -> KernelWorkload:
-        heads, head_dim = self.config.num_heads, self.config.head_dim
-        return KernelWorkload(f"{self.name} {kind}", kind, self.grid_thw, heads, head_dim)
+        return KernelWorkload(
+            f"{self.name} {kind}",
+            kind,
+            self.grid_thw,
+            self.config.num_heads,
+            self.config.head_dim,
+            gradients=self.gradients,
+        )
 
 
 def _mixed_images(count: int, smallest: int, largest: int) -> tuple[Visual, ...]:
@@ -135,8 +147,30 @@ TOWER_WORKLOADS = {
     ]
 }
 
-# Of Hugging Face's own tower, untouched and accelerated.
+# A step of fine-tuning all layers.
+TRAINED_TOWER_WORKLOADS = {
+    workload.name: workload
+    for workload in [
+        TowerWorkload(f"tower-train-{side}", (Visual(side, side),), gradients=True)
+        for side in (448, 896, 1344)
+    ]
+}
+
+# Hugging Face's own towers that are measured untouched and accelerated. The last one is of the
+# smaller models of Qwen3.5.
+INTEGRATIONS = {
+    "integration": TOWERS["tower"],
+    "integration_qwen3": TOWERS["qwen3-tower"],
+    "integration_qwen3_5": VisionConfig.of(
+        "qwen3_5",
+        **{"depth": 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size": 4096},
+    ),
+}
+
 INTEGRATION_WORKLOADS = {
     workload.name: workload
-    for workload in [TowerWorkload(f"integration-{side}", (Visual(side, side),)) for side in SIDES]
+    for family, config in INTEGRATIONS.items()
+    for workload in [
+        TowerWorkload(f"{family}-{side}", (Visual(side, side),), config) for side in SIDES
+    ]
 }

@@ -29,7 +29,12 @@ from tests.tower_checkpoints import (  # noqa: E402
     save_hugging_face_tower,
     write_checkpoint,
 )
-from tests.tower_contract import BF16_FACTOR, relative_error  # noqa: E402
+from tests.tower_contract import (  # noqa: E402
+    BF16_FACTOR,
+    FP32_TOLERANCE,
+    relative_error,
+    side_by_side,
+)
 
 GRID = [(1, 18, 26), (2, 10, 8)]
 TOLERANCE = 3e-5  # relative RMS of each parameter's gradient in fp32
@@ -101,6 +106,19 @@ def gradients(tower):
     arrays = {".".join(map(str, path)): np.asarray(value[...]) for path, value in state}
     tensors = published_tensors(tower.config, arrays)
     return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("config", ["head_dim_16", "qwen3_vl"], indirect=True)
+def test_a_trainable_tower_encodes_as_the_others(config, tmp_path):
+    write_checkpoint(tmp_path, config)
+    patches = random_patches(config, GRID)
+    other = load_vision_tower(tmp_path, jnp.float32)
+    tower = load_vision_tower(tmp_path, jnp.float32, trainable=True, remat=True)
+    ours, theirs = (side_by_side(each(patches, GRID)) for each in (tower, other))
+    assert relative_error(ours, theirs) < FP32_TOLERANCE
+    states = (each.hidden_states(patches, GRID) for each in (tower, other))
+    for ours, theirs in zip(*states, strict=True):
+        assert relative_error(np.asarray(ours), np.asarray(theirs)) < FP32_TOLERANCE
 
 
 @pytest.mark.parametrize("remat", [False, True])

@@ -150,6 +150,38 @@ def test_the_default_device_does_not_matter(family):
     assert all(map(torch.equal, results, expected))
 
 
+def joined_frames(grid_thw):
+    """A clip's frames as one segment, longer than any bound on a frame."""
+    return {"cu_seqlens": plan.get_vision_cu_seqlens(grid_thw, True)}
+
+
+def wide_windows(grid_thw):
+    """Windows of four times as many tokens, and their order."""
+    order, cu_seqlens = plan.get_vision_window_index(grid_thw, 2, 224, 14)
+    return {"window_index": order, "cu_window_seqlens": cu_seqlens}
+
+
+def turned_positions(grid_thw):
+    return {"position_ids": plan.get_vision_position_ids(grid_thw, 2).flip(1)}
+
+
+@pytest.mark.skipif(not plan.PRECOMPUTED, reason="this transformers takes no precomputed values")
+@pytest.mark.parametrize("own", [joined_frames, wide_windows, turned_positions])
+def test_what_a_caller_has_precomputed_counts_and_not_the_plan(own, monkeypatch):
+    # By a kernel that minds the bound, interpreted where no GPU is: in fp32 only short ones are.
+    monkeypatch.setattr(attention, "runs_kernel", lambda device, _: device.type == DEVICE)
+    tower = make_tower("qwen2_5").half()
+    patches, grid_thw = random_inputs(tower, [(2, 8, 12)])
+    given = own(grid_thw)
+    with torch.no_grad():
+        planned = tensors_of(tower(patches, grid_thw))
+        expected = tensors_of(tower(patches, grid_thw, **given))
+        results = tensors_of(accelerate(tower)(patches, grid_thw, **given))
+    for result, exact, other in zip(results, expected, planned, strict=True):
+        assert relative_error(other, exact) > 0.1, "it must matter"
+        assert relative_error(result, exact) < 0.01
+
+
 def test_a_plan_has_one_bound_for_frames_of_many_lengths():
     geometry = plan.Geometry(2, 112, 14, None, of_clips=False)
     longest = [

@@ -9,6 +9,7 @@ import torch
 
 from tests.integrations.hugging_face import (
     CLASSES,
+    DEVICE,
     GRIDS,
     assert_same_bits,
     bits_of,
@@ -21,7 +22,7 @@ from tests.integrations.hugging_face import (
     snapshot,
     tensors_of,
 )
-from triton_kernels.integrations import plan
+from triton_kernels.integrations import layers, plan
 from triton_kernels.integrations.transformers import accelerate, accelerated, restore
 
 every_family = pytest.mark.parametrize("family", CLASSES)
@@ -207,6 +208,16 @@ def test_trains_after_it_was_changed_in_inference_mode():
         with torch.inference_mode():
             function(tower)
         train()
+
+
+def test_frequencies_that_inference_left_behind_serve_gradients():
+    tower = accelerate(make_tower("qwen2_5").to(torch.bfloat16))
+    layers._remembered_frequencies.cache_clear()
+    with torch.inference_mode():
+        assert tower.rotary_pos_emb.inv_freq.dtype == torch.float32
+    positions = torch.ones(3, 1, device=DEVICE, requires_grad=True)
+    (positions * tower.rotary_pos_emb.inv_freq).sum().backward()
+    assert positions.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("mode", [False, True])

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import re
 
 import jax
 
@@ -31,6 +32,12 @@ def cuda_device():
     device = AbstractDevice("NVIDIA H200", None, *platform)
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
+
+
+def kernels_in(exported):
+    """Those that an exported program launches on a GPU, as (what XLA is given, the kernel)."""
+    module = str(exported.mlir_module())
+    return re.findall(r'custom_call @__gpu\$xla\.gpu\.(\w+)\(.*?name = "(\w+)"', module)
 
 
 def products(traced):

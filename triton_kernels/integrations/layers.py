@@ -86,6 +86,7 @@ class FusedAttention(StandIn):
         rotary_pos_emb: torch.Tensor | None = None,
         longest_frame: int | None = None,
         max_seqlen: int | None = None,
+        own_windows: bool = False,
         **further: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
         """Attend within segments.
@@ -99,6 +100,8 @@ class FusedAttention(StandIn):
             longest_frame: upper bound on a frame's tokens, as planned for the call.
             max_seqlen: upper bound on a segment's tokens, as Hugging Face has it in a call that was
                 not planned. Where neither is there, frames are measured, which waits for the GPU.
+            own_windows: whether the caller divided the tower's tokens into windows, whose bound is
+                not the layer's.
             further: what the module's own attention may know beside these.
 
         Returns:
@@ -124,7 +127,7 @@ class FusedAttention(StandIn):
         half = head_dim // 2
         cos, sin = cos[:, :half].float(), sin[:, :half].float()
         cu_seqlens = cu_seqlens.to(hidden_states.device, torch.int32)
-        bound = self.longest_window or longest_frame or max_seqlen
+        bound = (not own_windows and self.longest_window) or longest_frame or max_seqlen
         scale = self.scaling
         first = getattr(self, form.inputs[0])(hidden_states)
         norms = self._norms(first.dtype) if form.normed else {}

@@ -153,10 +153,13 @@ def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
 def plan_call(tower: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Add the plan to the arguments of a tower's call: a forward pre-hook.
 
-    What the caller has precomputed takes precedence over the plan.
+    What the caller has precomputed takes precedence over the plan, and segments leave none: the
+    plan's bounds are not theirs.
     """
     names = _arguments(type(tower))
     given = dict(zip(names, args, strict=False)) | kwargs
+    if "cu_window_seqlens" in given:
+        return args, kwargs | {"own_windows": True}
     patches, grid_thw = given.get(names[0]) if names else None, given.get("grid_thw")
     tensors = isinstance(patches, torch.Tensor) and isinstance(grid_thw, torch.Tensor)
     geometry = Geometry.of(tower) if tensors and "cu_seqlens" not in given else None

@@ -1,3 +1,5 @@
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -5,7 +7,7 @@ import torch
 
 from compare.agreement import oracle as oracle_module
 from compare.agreement.metrics import relative_rms_error
-from compare.agreement.oracle import oracle, unfused
+from compare.agreement.oracle import oracle, oracle_gradient, unfused, unfused_gradient
 from compare.workloads.kernels import KernelInputs, KernelWorkload
 from tests import kernel_cases
 from tests.rounding_contract import RoundingContract
@@ -43,6 +45,40 @@ def test_oracle_equals_dense_attention(monkeypatch, rotary_dim, block):
     inputs = workload.inputs()
     expected = torch.tensor(dense_attention(inputs))
     assert relative_rms_error(oracle(inputs).cpu(), expected) < 1e-12
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 8])
+@pytest.mark.parametrize("block", [1, 1 << 27])
+def test_gradients_are_the_slopes_of_dense_attention(monkeypatch, rotary_dim, block):
+    """By central differences in fp64, along a direction of q, of k and of v."""
+    monkeypatch.setattr(oracle_module, "_LOGITS", block)
+    workload = dataclasses.replace(WORKLOAD, rotary_dim=rotary_dim, gradients=True)
+    inputs = workload.inputs()
+    found = oracle_gradient(inputs).cpu().numpy()
+    qkv, grad = (x.astype(np.float64) for x in (inputs.qkv, inputs.grad))
+    rng = np.random.default_rng(1)
+    for part in range(3):
+        direction = np.zeros_like(qkv)
+        direction[:, part] = rng.standard_normal(direction[:, part].shape)
+        ahead, behind = (
+            (grad * dense_attention(dataclasses.replace(inputs, qkv=qkv + step * direction))).sum()
+            for step in (1e-5, -1e-5)
+        )
+        size = np.linalg.norm(found[:, part]) * np.linalg.norm(direction)
+        assert abs((ahead - behind) / 2e-5 - (found * direction).sum()) < 1e-8 * size
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_unfused_gradients_round_as_separate_steps(dtype):
+    """As those that the kernels' own tests write down, part by part, not better and not worse."""
+    inputs = dataclasses.replace(WORKLOAD, dtype=dtype, gradients=True).inputs()
+    case = kernel_cases.Case(inputs.qkv, inputs.cos, inputs.sin, inputs.cu_seqlens)
+    exact, found = oracle_gradient(inputs).cpu(), unfused_gradient(inputs).cpu()
+    assert found.dtype == getattr(torch, dtype)
+    for part, steps in enumerate(kernel_cases.gradients(case, inputs.grad, exact=False)[:3]):
+        separate = torch.from_numpy(steps.astype(np.float32))
+        errors = [relative_rms_error(x, exact[:, part]) for x in (found[:, part], separate)]
+        assert errors[0] == pytest.approx(errors[1], rel=0.1)
 
 
 def test_scale_is_taken():

@@ -6,11 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compare.agreement.oracle import oracle, unfused
+from compare.agreement.oracle import oracle, oracle_gradient, unfused
 from compare.bench import kernel_timing, kernels
 from compare.bench.kernels import bench_kernels
 from compare.common.errors import UnavailableError
-from compare.implementations.kernels import KernelImplementation, pallas_by_xla
+from compare.implementations.kernels import (
+    KernelImplementation,
+    pallas,
+    pallas_by_xla,
+    triton,
+    with_gradient,
+)
 from compare.workloads.kernels import KernelWorkload
 from tests.compare.clocks import stand_in_clocks
 
@@ -75,6 +81,30 @@ def test_jax_is_judged_without_what_an_earlier_call_has_left(monkeypatch):
     monkeypatch.setattr(kernel_timing, "poison", poison)
     (record,) = bench(KernelImplementation("pallas", "jax", lambda _: lambda *_: memory[0]))
     assert (record.median_us, record.passed) == (None, False)
+
+
+TRAINED = replace(TINY, gradients=True)
+
+
+@pytest.mark.parametrize("twin", [triton, pallas])
+def test_forward_and_backward_are_timed_together(twin):
+    (record,), _ = bench_kernels([TRAINED], [with_gradient(twin())])
+    assert (record.passed, record.median_us is None) == (True, False)
+    assert record.error_limit < 0.02
+    assert record.floor_us == pytest.approx(1e6 * TRAINED.bytes_moved / 4e9)
+    values = TRAINED.tokens * TRAINED.heads * TRAINED.head_dim
+    assert TRAINED.bytes_moved == 11 * 2 * values + 2 * 4 * TRAINED.tokens * TRAINED.head_dim
+    assert TRAINED.matrix_flops == 3.5 * TINY.matrix_flops
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_a_gradient_that_is_wrong_in_one_part_has_no_time(part):
+    exact = oracle_gradient(TRAINED.inputs())
+    exact[:, part] *= 1.02
+    kernel = KernelImplementation("triton", "torch", lambda _: lambda *_: exact, ours=True)
+    (record,), _ = bench_kernels([TRAINED], [kernel])
+    assert (record.passed, record.median_us) == (False, None)
+    assert record.relative_rms_error == pytest.approx(0.02)
 
 
 def test_xla_compiles_the_row_that_says_so(monkeypatch):

@@ -15,7 +15,7 @@ from compare.bench import towers as tower_bench
 from compare.bench.ceilings import Ceilings
 from compare.bench.jax_profiler import DeviceEvent, Profile
 from compare.common.errors import UnavailableError
-from compare.implementations import huggingface, towers
+from compare.implementations import huggingface, towers, training
 from compare.implementations.towers import HuggingFaceTower
 from compare.workloads.towers import TowerWorkload, Visual
 from tests.compare.small_towers import CONFIG, failing_once, implementation, square
@@ -45,6 +45,18 @@ def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
         for name in ("Hugging Face FA2 varlen", "Hugging Face FA3 varlen"):
             record = by_name[workload.name, name]
             assert (record.median_us is None) == bool(record.note)
+
+
+def test_steps_of_training_are_judged_by_a_gradient(benchmark_on_cpu):
+    workload = replace(square(112), gradients=True)
+    reference = tower_bench.Reference(training.exact_training, training.training_baseline())
+    records, _ = tower_bench.bench_towers([workload], training.trained_towers(), reference)
+    names = ("Hugging Face SDPA", "accelerated", "torch", "flax")
+    assert [record.implementation for record in records[:4]] == list(names)
+    for record in records[:4]:
+        assert record.passed, record
+        assert record.median_us > 0
+        assert 1e-3 < record.relative_rms_error < 0.02
 
 
 def test_workloads_go_from_small_to_large(benchmark_on_cpu):

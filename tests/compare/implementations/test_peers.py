@@ -1,9 +1,12 @@
 """The baselines compute the same operation, and say why where they cannot run."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from compare.agreement.expected import Expected
 from compare.agreement.kernels import run
 from compare.agreement.metrics import kernel_verdict, relative_rms_error
 from compare.agreement.oracle import oracle, unfused
@@ -11,7 +14,7 @@ from compare.common import environment
 from compare.common.environment import has_gpu
 from compare.common.errors import UnavailableError
 from compare.implementations import peers_torch
-from compare.implementations.kernels import KernelImplementation
+from compare.implementations.kernels import KernelImplementation, with_gradient
 from compare.implementations.peers_jax import jax_peers, padding_indices
 from compare.implementations.peers_torch import torch_peers
 from compare.workloads.kernels import KernelWorkload, variant
@@ -50,6 +53,20 @@ def test_the_rotation_that_is_compiled_computes_the_operation(monkeypatch, workl
     monkeypatch.setattr(peers_torch, "load_varlen", lambda name: naive_varlen)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     assert_right(by_name(torch_peers(), "torch.compile rope + FA2 varlen"), workload)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS[:2], ids=lambda w: w.name)
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_peers_have_gradients(monkeypatch, workload, framework):
+    monkeypatch.setattr(peers_torch, "load_varlen", lambda name: naive_varlen)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    peers, name = {
+        "torch": (torch_peers, "torch.compile rope + FA2 varlen"),
+        "jax": (jax_peers, "XLA rope + XLA attention"),
+    }[framework]
+    workload = replace(workload, gradients=True)
+    gradient = run(with_gradient(by_name(peers(), name)), workload, workload.inputs())
+    assert Expected.of(workload).judge([gradient]).passed
 
 
 def test_padding_indices():

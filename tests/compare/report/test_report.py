@@ -14,6 +14,8 @@ from compare.report import report
 from compare.report.summary import summary_table
 from tests.compare import synthetic
 
+REASONED = ["Kernels", "Towers", report._title("integration")]
+
 
 @pytest.fixture
 def directory(tmp_path):
@@ -37,9 +39,12 @@ def test_a_devices_report_links_charts_that_are_there(directory):
     assert "in 12 of 12 cells" in text
     assert "| µs of qk, q, none | 64 | 128 | 1024 |" in text
     assert "| triton, 64 | **46** / 79 / 64 |" in text  # the fastest way in bold
-    assert f"{synthetic.MISSING}: not installed" in text
-    assert "## Under stress" in text
-    assert "| any cu_seqlens | triton 6,000, pallas 6,000 | nothing wrong; **pallas: 2" in text
+    sections = {part.partition("\n")[0]: part for part in text.split("\n## ")}
+    reasons = f"Without a number, and why:\n\n- {synthetic.MISSING}: not installed\n"
+    assert [name for name, part in sections.items() if reasons in part] == REASONED
+    assert [name for name, part in sections.items() if "and why" in part] == REASONED
+    stress = sections["Under stress"]  # whose reasons stand in its table
+    assert "| any cu_seqlens | triton 6,000, pallas 6,000 | nothing wrong; **pallas: 2" in stress
     assert text.count("Inputs rotate past the L2 cache.") == 1
     assert not list(directory.rglob("*.unfinished"))
 
@@ -78,6 +83,20 @@ def test_a_readmes_blocks_are_renewed_and_the_rest_kept(directory, tmp_path):
     assert report.markers("summary")[0] not in once
     report.update_readme(readme, directory, out)
     assert readme.read_text() == once
+
+
+def test_training_stands_beside_the_kernels_of_the_same_families(directory):
+    kernels = result_files.read(directory / "imaginary-gpu" / "kernels.json")
+    path = directory / "imaginary-gpu" / "training.json"
+    records = [{**record, "peak_memory_mib": 7.25} for record in kernels.records]
+    result_files.write(replace(kernels, part="training", records=records), path)
+    report.write_report(directory, directory / "report.md")
+    text = (path.parent / "report.md").read_text().partition("## Forward and backward\n")[2]
+    assert "(training-windows.svg)" in text
+    assert "| most memory of a call, MiB |" in text
+    assert "| triton | 7.25 | 7.25 |" in text
+    for chart in ("windows.svg", "training-windows.svg"):
+        assert (path.parent / chart).is_file()
 
 
 def test_a_summary_of_the_results(directory, tmp_path):
@@ -144,9 +163,16 @@ def test_a_stress_file_of_the_former_name_is_read(directory):
 
 def test_of_devices_with_as_many_timings_the_one_measured_last_leads(tmp_path):
     record = Record("windows-448", "triton", median_us=5.0, framework="torch")
-    for device, date in (("A", "2026-01-01"), ("B", "2026-01-03"), ("C", "2026-01-02")):
-        measured = replace(synthetic.as_results("kernels", [record]), device=device, date=date)
-        result_files.write(measured, result_files.default_path("kernels", device, tmp_path))
+    # By the newest of a device's files, whichever part it is of.
+    dates = {
+        "A": {"kernels": "2026-01-04", "towers": "2026-01-03"},
+        "B": {"kernels": "2026-01-02", "towers": "2026-01-06"},
+        "C": {"kernels": "2026-01-05", "towers": "2026-01-01"},
+    }
+    for device, parts in dates.items():
+        for part, date in parts.items():
+            measured = replace(synthetic.as_results(part, [record]), device=device, date=date)
+            result_files.write(measured, result_files.default_path(part, device, tmp_path))
     assert [folder.name for folder in report.read_devices(tmp_path)] == ["b", "c", "a"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from compare.common.console import number
 from compare.common.result_files import Record
 from compare.report.grouping import families, size
-from compare.report.markdown import speedup, table
+from compare.report.markdown import notes, speedup, table
 from compare.report.tables import agreement_line, timing_tables
 from compare.workloads.kernels import FRAMES_MIX, FRAMES_MIX_PARTS
 from tests.compare import synthetic
@@ -26,6 +26,22 @@ def test_numbers(value, text):
 
 def test_a_bar_in_an_error_does_not_end_a_tables_cell():
     assert table(["who", "what"], [["flax", "int | None"]]).endswith("| flax | int \\| None |")
+
+
+def test_a_reason_stands_once_with_whom_and_what_it_is_of():
+    """Without the workloads where it is of all; those of another reason, or of others, apart."""
+    records = [
+        Record("w-1", "fa3", note="not installed"),
+        Record("w-2", "fa3", note="not installed"),
+        Record("w-2", "cudnn", note="not installed"),
+        Record("w-1", "cudnn", note="out of memory"),
+        Record("w-1", "triton", median_us=1.0),
+    ]
+    assert notes(synthetic.as_results("kernels", records)) == [
+        "- fa3: not installed",
+        "- cudnn (w-2): not installed",
+        "- cudnn (w-1): out of memory",
+    ]
 
 
 def details(results, workloads):

@@ -8,7 +8,12 @@ pytest.importorskip("triton")
 import numpy as np  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from compare.torch_tower import FixedLayoutTower, load_vision_tower  # noqa: E402
+from compare.torch_tower import (  # noqa: E402
+    FixedLayoutTower,
+    attention,
+    inputs,
+    load_vision_tower,
+)
 from tests.tower_checkpoints import SMALL_TOWERS, random_patches, write_checkpoint  # noqa: E402
 from tests.tower_contract import FP32_TOLERANCE, relative_error  # noqa: E402
 
@@ -57,6 +62,18 @@ def test_a_program_with_the_attention_as_one_operator(config, directory, tmp_pat
     torch.export.save(program, tmp_path / "tower.pt2")
     served = torch.export.load(tmp_path / "tower.pt2").module()
     assert_equal(served(patches), tower(patches, GRID))
+
+
+@pytest.mark.parametrize("config", ["head_dim_80"], indirect=True)
+def test_nothing_is_kept_that_autograd_would_refuse(config, directory):
+    tower = load(directory)
+    inputs._tensors.clear()
+    attention._kept_frequencies.cache_clear()
+    with torch.inference_mode():
+        tower(patches_of(config, tower), GRID)
+        fixed = FixedLayoutTower(tower, GRID)
+    kept = *fixed.buffers(), attention._kept_frequencies(config, tower.device)
+    assert not any(x.is_inference() for x in kept)
 
 
 @pytest.mark.parametrize("config", ["head_dim_80"], indirect=True)

@@ -236,6 +236,14 @@ def test_an_interrupted_call_does_not_pass_for_the_last_one(config, recording_to
     np.testing.assert_array_equal(rows(recording_tower, patches, grids[0]), before)
 
 
+def test_a_recording_made_in_inference_mode_serves_outside_of_it(config, recording_tower):
+    patches, grid = random_patches(config, GRIDS["clip"]), GRIDS["clip"]
+    with torch.inference_mode():
+        first = recording_tower(patches, grid)
+    for ours, theirs in zip(tensors(recording_tower(patches, grid)), tensors(first), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_recording_keeps_nothing_that_its_patches_were_computed_from(config, recording_tower):
     grid = GRIDS["clip"]
     pixels = torch.tensor(random_patches(config, grid), requires_grad=True)

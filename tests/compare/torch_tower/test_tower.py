@@ -220,7 +220,7 @@ def test_a_kernel_that_cannot_run_is_refused_before_anything_is_read(tmp_path, m
 
 
 @pytest.mark.parametrize("config", ["head_dim_16"], indirect=True)
-@pytest.mark.parametrize("implementation", ["kernel", "triton", "reference"])
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
 def test_kernel_and_reference_agree_in_the_tower(config, tower, directory, implementation):
     from triton_kernels.attention import INTERPRETED
 

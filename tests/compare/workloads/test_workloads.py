@@ -11,11 +11,16 @@ from compare.workloads.kernels import (
     FRAMES_MIX,
     FRAMES_MIX_PARTS,
     KERNEL_WORKLOADS,
+    TRAINING_WORKLOADS,
     KernelWorkload,
     choose,
     variant,
 )
-from compare.workloads.towers import INTEGRATION_WORKLOADS, TOWER_WORKLOADS
+from compare.workloads.towers import (
+    INTEGRATION_WORKLOADS,
+    TOWER_WORKLOADS,
+    TRAINED_TOWER_WORKLOADS,
+)
 from flax_models.common.checkpoint import expected_tensors
 
 SIDES = (448, 672, 896, 1344)
@@ -29,7 +34,11 @@ def test_names():
     towers = ("tower", "qwen2-tower", "qwen3-tower")
     shared = [f"{tower}-{size}" for tower in towers for size in sizes]
     assert list(TOWER_WORKLOADS) == [*shared, "tower-video-8x16x448", "tower-batch-32"]
-    assert list(INTEGRATION_WORKLOADS) == [f"integration-{s}" for s in SIDES]
+    assert list(TRAINED_TOWER_WORKLOADS) == [f"tower-train-{s}" for s in (448, 896, 1344)]
+    assert set(TRAINING_WORKLOADS) < set(KERNEL_WORKLOADS)
+    assert list(TRAINING_WORKLOADS)[: len(square)] == square
+    integrations = ("integration", "integration_qwen3", "integration_qwen3_5")
+    assert list(INTEGRATION_WORKLOADS) == [f"{i}-{s}" for i in integrations for s in SIDES]
 
 
 @pytest.mark.parametrize("side", SIDES)

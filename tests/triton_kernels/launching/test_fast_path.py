@@ -290,3 +290,14 @@ def test_calls_are_remembered_however_many_there_were(record, monkeypatch):
             attend(arguments, 8)
         assert len(checked) == tokens
         assert len(fast_path.plans) <= 6
+
+
+def test_a_bound_that_is_read_is_read_in_every_call(record):
+    """Calls of one form, whose segments alone differ."""
+    *tensors, _ = inputs(64, packed=True)
+    found = []
+    for starts in ([0, 64, 128], [0, 1000, 1024], [0, 64, 128]):
+        record.clear()
+        attend([*tensors, torch.tensor(starts, dtype=torch.int32)], None, fuse="none")
+        found.append(record[-1][0])
+    assert found == ["window_kernel", "stream_kernel", "window_kernel"]
