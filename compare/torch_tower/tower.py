@@ -299,11 +299,10 @@ def load_vision_tower(
         token_buckets: padded token counts that calls choose from. None: a ladder that pads little
             and records seldom, see `choose_bucket`; calls that are not recorded are not padded.
         trainable: hold the published parameters, which `save_vision_tower` writes, and record
-            gradients of them, and of patches that want one; by what trains modules of PyTorch.
-            `frame_attention` is "fused" then. For inference Qwen2.5-VL's MLPs have other
-            parameters, which are faster.
+            their gradients, and those of patches that want one. `frame_attention` is "fused" then.
+            For inference Qwen2.5-VL's MLPs have other parameters, which are faster.
         gradient_checkpointing: let a backward pass keep the input of each block alone and run the
-            block again: less memory, a third more time.
+            block again: less memory for more time.
         compile: have `torch.compile` fuse what lies between the matrix products and the attention
             of a block, and the interpolation of positions. The first call compiles for every image
             size to come. Raises PyTorch's limit of variants, as each tower takes some. None: on a
