@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.integrations.hugging_face import (
     DEVICE,
@@ -63,6 +64,24 @@ def test_autocast_is_no_further_from_fp32_than_hugging_faces(family, aligned):
         ours = gradients(accelerate(ours), inputs)
     assert {x.dtype for x in ours.values()} == {torch.float32}
     assert relative_error(together(ours.values()), exact) <= 1.1 * relative_error(theirs, exact)
+
+
+def test_sharded_in_bf16_is_no_further_from_fp32_than_hugging_faces(mesh, order, aligned):
+    exact, theirs, ours = (make_tower("qwen2_5").cpu().train() for _ in range(3))
+    inputs = [x.cpu() for x in random_inputs(exact, GRIDS["several"])]
+    exact = together(gradients(exact, inputs).values())
+    if order == "before":
+        accelerate(ours)
+    for tower in (theirs, ours):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for part in (*tower.blocks, tower):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+    accelerate(ours)
+    theirs, ours = (
+        together(x.full_tensor() for x in gradients(tower, inputs).values())
+        for tower in (theirs, ours)
+    )
+    assert relative_error(ours, exact) <= 1.1 * relative_error(theirs, exact)
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
@@ -259,7 +278,6 @@ def sharded_then_accelerated(tower):
 
 def sharded_by_fsdp2(tower):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2,))
     for part in (*tower.blocks, tower):
