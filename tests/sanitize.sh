@@ -20,8 +20,8 @@ fi
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 XLA_PYTHON_CLIENT_ALLOCATOR=platform
 # XLA's trials of its own kernels compare results that nobody wrote.
 export XLA_FLAGS="--xla_gpu_autotune_level=0 ${XLA_FLAGS:-}"
-attention='(TestKernel or TestContract) and (any_cu_seqlens or every_fusion or segments_of_every_kind'
-attention+=' or test_every_head_dim or (many_lengths and 80))'
+attention='(TestKernel or TestContract or TestLengths) and (any_cu_seqlens or every_fusion'
+attention+=' or segments_of_every_kind or test_every_head_dim or (many_lengths and 80))'
 kernels='window|stream|hopper_stream|rotate|gated|gated_product|norm_scale'
 kernels+='|window_backward|stream_backward_q|stream_backward_kv'
 gradients='TestKernel and (any_cu_seqlens or as_exact or lengths_around or ends_of_their_dtype)'

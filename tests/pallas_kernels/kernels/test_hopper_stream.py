@@ -117,7 +117,12 @@ class Forced(JaxAdapter):
 
 
 @pytest.mark.gpu
-class TestContract(Forced, KernelContract, HopperContract):
+class TestLengths(Forced, HopperContract):
+    pass
+
+
+@pytest.mark.gpu
+class TestContract(Forced, KernelContract):
     pass
 
 

@@ -194,7 +194,12 @@ class TestStress(Forced, StressContract):
 
 
 @pytest.mark.gpu
-class TestContract(Forced, KernelContract, HopperContract):
+class TestLengths(Forced, HopperContract):
+    pass
+
+
+@pytest.mark.gpu
+class TestContract(Forced, KernelContract):
     def test_it_is_what_runs(self, monkeypatch):
         launched = []
         run = plan.make_call
