@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from compare.bench.ceilings import Ceilings
 
 AGREES, DISAGREES, BAD_INPUT = 0, 1, 2
-TUNED_KERNELS = ("window", "stream", "rotate")
+TUNED_KERNELS = (
+    *("window", "stream", "rotate"),
+    *("window_backward", "stream_backward_q", "stream_backward_kv"),
+)
 
 
 def run_agreement(options: Namespace) -> int:

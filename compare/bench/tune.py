@@ -15,6 +15,7 @@ from compare.common.result_files import Record
 from compare.implementations.kernels import (
     KernelCall,
     KernelImplementation,
+    jax_step,
     our_attention,
     require_jax_gpu,
 )
@@ -152,6 +153,8 @@ def candidate(twin: Twin, case: Case, table: Any) -> KernelImplementation:
 
 def _prepare(twin: Twin, case: Case, table: Any, workload: KernelWorkload) -> KernelCall:
     attend = our_attention(twin.package, workload.longest, fuse=case.fuse)
+    if workload.gradients:
+        attend = jax_step(attend) if twin.framework == "jax" else _gradient_in_torch(workload)
 
     def call(*arguments: Any) -> Any:
         # Nothing else is tuned than the table's kernels.
@@ -163,6 +166,21 @@ def _prepare(twin: Twin, case: Case, table: Any, workload: KernelWorkload) -> Ke
     import jax
 
     return jax.jit(call)
+
+
+def _gradient_in_torch(workload: KernelWorkload) -> KernelCall:
+    """Of the operator itself: autograd calls it in another thread, which has no table of ours."""
+    import torch
+
+    import triton_kernels  # noqa: F401  has the operator
+
+    options = workload.longest, workload.head_dim**-0.5, "kernel", [True, False, False]
+
+    def gradient(qkv: Any, cos: Any, sin: Any, cu_seqlens: Any, grad: Any) -> Any:
+        operator = torch.ops.fused_rope_attention.backward
+        return operator(grad, [qkv, cos, sin], cu_seqlens, [], *options)[0]
+
+    return gradient
 
 
 def _choose(case: Case, tried: Sequence[Any], records: Sequence[Record]) -> Choice:

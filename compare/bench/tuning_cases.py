@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from compare.workloads.kernels import KERNEL_WORKLOADS, KernelWorkload, segments, variant
 
@@ -34,6 +35,22 @@ _STREAM_TILES = (
 # tiles than 80 there.
 _SMALL = ("frames-448", "frames-672")
 _SMALL_HEAD_DIMS = (64, 72, 80, 128)
+# Of the gradients: which windows, and as above.
+_WINDOWS_BACKWARD = {
+    16: ((16, 1), (16, 2), (16, 1, 128)),
+    64: ((64, 4, 128), (64, 4, 168), (64, 4, 255), (64, 8, 128), (64, 8)),
+    128: ((128, 8), (128, 8, 255), (128, 16, 128)),
+}
+# Rows of a query tile, rows of a key tile, warps; with 2 and 3 stages, and as many registers as
+# there are. A program keeps its own tile and goes through the others.
+_BACKWARD_BY_QUERIES = (
+    (64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 8), (128, 64, 8), (128, 128, 8),
+)  # fmt: skip
+_STREAM_BACKWARD = {
+    "stream_backward_q": _BACKWARD_BY_QUERIES,
+    "stream_backward_kv": tuple((k, q, warps) for q, k, warps in _BACKWARD_BY_QUERIES),
+}
+_BACKWARD_HEAD_DIMS = (64, 96, 128)
 # Rows of a tile, heads of a program.
 _ROTATE_TILES = ((8, 2), (16, 1), (16, 2), (16, 4), (32, 1))
 
@@ -67,9 +84,8 @@ class Case:
 
 
 def tuning_cases(kernels: tuple[str, ...]) -> list[Case]:
-    """Every class of the named kernels ("window", "stream", "rotate")."""
-    makers = {"window": _window_cases, "stream": _stream_cases, "rotate": _rotate_cases}
-    return [case for kernel in kernels for case in makers[kernel]()]
+    """Every class of the named kernels, keys of `CASES`."""
+    return [case for kernel in kernels for case in CASES[kernel]()]
 
 
 def _window_cases() -> Iterator[Case]:
@@ -79,6 +95,24 @@ def _window_cases() -> Iterator[Case]:
         )
         workload = variant(segments(length), head_dim=head_dim)
         yield Case("window", head_dim, length, workload, "qk", tries)
+
+
+def _window_backward_cases() -> Iterator[Case]:
+    for head_dim, (length, tiles) in itertools.product(
+        _WINDOW_HEAD_DIMS, _WINDOWS_BACKWARD.items()
+    ):
+        tries = tuple(_fields(rows, rows, warps, 1, *bound) for rows, warps, *bound in tiles)
+        workload = variant(segments(length), head_dim=head_dim, gradients=True)
+        yield Case("window_backward", head_dim, length, workload, "auto", tries)
+
+
+def _stream_backward_cases(kernel: str) -> Iterator[Case]:
+    tries = tuple(
+        _fields(*tile, stages, 255) for tile in _STREAM_BACKWARD[kernel] for stages in (2, 3)
+    )
+    for head_dim in _BACKWARD_HEAD_DIMS:
+        workload = variant(segments(4096), head_dim=head_dim, gradients=True)
+        yield Case(kernel, head_dim, None, workload, "auto", tries)
 
 
 def _stream_cases() -> Iterator[Case]:
@@ -100,6 +134,15 @@ def _rotate_cases() -> Iterator[Case]:
         workload = variant(base, head_dim=head_dim)
         rows = workload.tokens * workload.heads if base is small else None
         yield Case("rotate", head_dim, None, workload, "none", tries, rows)
+
+
+CASES = {
+    "window": _window_cases,
+    "stream": _stream_cases,
+    "rotate": _rotate_cases,
+    "window_backward": _window_backward_cases,
+    **{kernel: partial(_stream_backward_cases, kernel) for kernel in _STREAM_BACKWARD},
+}
 
 
 def _fields(*values: int) -> Fields:

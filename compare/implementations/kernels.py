@@ -55,7 +55,7 @@ def pallas_by_xla() -> KernelImplementation:
 
 def with_gradient(implementation: KernelImplementation) -> KernelImplementation:
     """The same, called and differentiated: (qkv, cos, sin, cu_seqlens, grad) -> gradient in qkv."""
-    step = {"torch": _torch_step, "jax": _jax_step}[implementation.framework]
+    step = {"torch": _torch_step, "jax": jax_step}[implementation.framework]
     return replace(implementation, prepare=lambda workload: step(implementation.prepare(workload)))
 
 
@@ -69,7 +69,8 @@ def _torch_step(attend: KernelCall) -> KernelCall:
     return step
 
 
-def _jax_step(attend: KernelCall) -> KernelCall:
+def jax_step(attend: KernelCall) -> KernelCall:
+    """A call in JAX and its backward pass: -> the gradient in qkv."""
     import jax
 
     @jax.jit
