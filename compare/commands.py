@@ -100,7 +100,7 @@ def run_training(options: Namespace) -> int:
     records, ceilings = bench_kernels(kernels, implementations)
     if towers := [workload for workload in chosen if workload.name in TRAINED_TOWER_WORKLOADS]:
         reference = Reference(exact_training, training_baseline())
-        records += bench_towers(towers, trained_towers(), reference)[0]
+        records = [*records, *bench_towers(towers, trained_towers(), reference)[0]]
     return _keep(options, path, records, ceilings)
 
 

@@ -163,7 +163,7 @@ def test_what_is_wrong_outweighs_what_could_not_be_done(monkeypatch, codes, stat
         (False, False, commands.AGREES),
     ],
 )
-@pytest.mark.parametrize("part", ["kernels", "fusion", "towers", "integration"])
+@pytest.mark.parametrize("part", ["kernels", "fusion", "training", "towers", "integration"])
 def test_a_wrong_result_of_ours_fails_a_benchmark(
     gpu_benchmarks, part, ours, passed, status, tmp_path, capsys
 ):
@@ -171,10 +171,18 @@ def test_a_wrong_result_of_ours_fails_a_benchmark(
     path = tmp_path / "file.json"
     assert cli.main([part, "--json", str(path)]) == status
     assert ("breaks its rule: one on w." in capsys.readouterr().out) == bool(status)
-    assert len(json.loads(path.read_text())["records"]) == 1
+    assert {r["implementation"] for r in json.loads(path.read_text())["records"]} == {"one"}
 
 
-@pytest.mark.parametrize("part", ["kernels", "towers", "integration"])
+WORKLOAD_OF = {
+    "kernels": "windows-448",
+    "training": "frames-448",
+    "towers": "tower-448",
+    "integration": "integration-448",
+}
+
+
+@pytest.mark.parametrize("part", WORKLOAD_OF)
 @pytest.mark.parametrize("asked", [[], ["--json"], ["--results"]], ids=["", "json", "results"])
 def test_a_run_on_some_workloads_leaves_the_whole_runs_file_alone(
     gpu_benchmarks, part, asked, tmp_path, capsys
@@ -185,8 +193,7 @@ def test_a_run_on_some_workloads_leaves_the_whole_runs_file_alone(
     assert before
     gpu_benchmarks(Record("w", "another"))
     place = tmp_path / "mine"
-    workload = {"kernels": "windows-448", "towers": "tower-448", "integration": "integration-448"}
-    arguments = [part, "--workload", workload[part], *asked, *([str(place)] if asked else [])]
+    arguments = [part, "--workload", WORKLOAD_OF[part], *asked, *([str(place)] if asked else [])]
     assert cli.main(arguments) == commands.AGREES
     assert {path: path.read_bytes() for path in whole.rglob("*.json")} == before
     assert place.exists() == bool(asked)
@@ -233,13 +240,13 @@ def test_stress_takes_a_positive_time(seconds, capsys):
     assert "expected a positive number" in sentence(capsys)
 
 
-@pytest.mark.parametrize("part", ["kernels", "fusion", "towers", "integration"])
+@pytest.mark.parametrize("part", ["kernels", "fusion", "training", "towers", "integration"])
 def test_benchmarks_need_a_gpu(without_gpu, part, capsys):
     assert cli.main([part]) == commands.BAD_INPUT
     assert f"{part} measures on a CUDA GPU, and this machine has none" in sentence(capsys)
 
 
-@pytest.mark.parametrize("part", ["kernels", "towers", "integration"])
+@pytest.mark.parametrize("part", ["kernels", "training", "towers", "integration"])
 def test_an_unknown_workload_is_named(part, capsys):
     assert cli.main([part, "--workload", "windows-7"]) == commands.BAD_INPUT
     assert "unknown workload 'windows-7'; known: " in sentence(capsys)
