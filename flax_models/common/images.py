@@ -1,13 +1,14 @@
 """Images to patches, equal to Hugging Face's image processor of the Qwen-VL families."""
 
 import functools
+import io
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from flax_models.common.errors import ImageError
 from flax_models.common.image_config import ImageConfig
@@ -37,7 +38,7 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 
-ImageLike = Image.Image | np.ndarray | str | os.PathLike[str]
+ImageLike = Image.Image | np.ndarray | str | os.PathLike[str] | bytes
 Backend = Literal["torchvision", "pil"]
 
 
@@ -57,13 +58,14 @@ def preprocess(
 
     Args:
         images: a list of images and clips, or a single one. An image is a PIL image of at most 8
-            bits a channel, a path to one, or a uint8 array [height, width, 3]; a clip is a list of
-            images of one size, its frames, or a uint8 array [frames, height, width, 3]. (The
+            bits a channel, a path to one, the bytes of its file, or a uint8 array
+            [height, width, 3]; a clip is a list of images of one size, its frames, or a uint8 array
+            [frames, height, width, 3]. (The
             outermost list is never a clip: write [frames] for a single clip, also for those of an
             animation. Of its file only the first is taken, of a PIL image the one that it is at;
             `PIL.ImageSequence.all_frames` copies them all.) A clip's last frame is repeated
             until `temporal_patch_size` divides their number; an image is a clip of one frame.
-            Images from paths are turned upright by their EXIF orientation, as Hugging Face loads
+            Images from files are turned upright by their EXIF orientation, as Hugging Face loads
             them.
         config: limits, sizes and normalisation; `ImageConfig.from_pretrained` reads those of a
             checkpoint. None: the defaults, which suit Qwen2-VL and Qwen2.5-VL.
@@ -169,7 +171,7 @@ def smart_resize(
 
 def _as_items(images: Any) -> list[Any]:
     """A list of images and clips, of what may be a single one."""
-    if isinstance(images, Image.Image | str | os.PathLike | np.ndarray):
+    if isinstance(images, Image.Image | str | os.PathLike | bytes | np.ndarray):
         return [images]
     if isinstance(images, list | tuple):
         return list(images)
@@ -266,8 +268,12 @@ def _load_frame(frame: Any, name: str) -> Image.Image:
         return _from_array(frame, name)
     if isinstance(frame, str | os.PathLike):
         name = f"{name} ({os.fspath(frame)})"
+    elif isinstance(frame, bytes):
+        frame = io.BytesIO(frame)
     elif not isinstance(frame, Image.Image):
-        raise ImageError(f"{name} must be a PIL image, a path or a NumPy array, got {_kind(frame)}")
+        raise ImageError(
+            f"{name} must be a PIL image, a path, bytes or a NumPy array, got {_kind(frame)}"
+        )
     try:
         if isinstance(frame, Image.Image):
             return _to_rgb(frame)
@@ -278,6 +284,8 @@ def _load_frame(frame: Any, name: str) -> Image.Image:
 
 
 def reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):  # it names an object where there is no file
+        return "cannot identify image file"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 

@@ -286,7 +286,8 @@ def test_files_are_turned_upright_as_hugging_face_does(tmp_path, suffix, orienta
     Image.fromarray(photograph(60, 120)).save(path, exif=exif, **options)
     upright = np.asarray(load_image(str(path)))
     assert upright.shape == ((120, 60, 3) if 5 <= orientation <= 8 else (60, 120, 3))
-    np.testing.assert_array_equal(preprocess(path)[0], preprocess(upright)[0])
+    for file in (path, path.read_bytes()):
+        np.testing.assert_array_equal(preprocess(file)[0], preprocess(upright)[0])
 
 
 def test_tags_that_say_nothing_of_the_pixels_keep_no_file_from_being_read(tmp_path):
@@ -358,8 +359,8 @@ def test_refuses_emptiness(images):
         (np.zeros((2, 9, 9), np.uint8)[None], r"frame 0 of image 0 must be a uint8 array"),
         (np.zeros((1, 201, 3), np.uint8), r"image 0: sides of 1 x 201 .* have the ratio 201"),
         (7, "expected an image, a clip or a list of them, got int"),
-        ([None], "image 0 must be a PIL image, a path or a NumPy array, got NoneType"),
-        ([[b"x"]], "frame 0 of image 0 must be a PIL image, a path or a NumPy array, got bytes"),
+        ([None], "image 0 must be a PIL image, a path, bytes or a NumPy array, got NoneType"),
+        ([[b"x"]], "cannot read frame 0 of image 0: cannot identify image file"),
     ],
 )
 def test_refuses_what_is_no_image(image, message):
