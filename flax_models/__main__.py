@@ -21,9 +21,9 @@ from safetensors.numpy import save
 
 import flax_models
 from flax_models import ImageConfig, ImageError, VideoConfig, preprocess, preprocess_videos
+from flax_models.arguments import positive, rate
 from flax_models.common.images import check_file
 from flax_models.common.layout import OUTPUTS, output_rows
-from flax_models.common.video_config import is_rate
 from flax_models.common.videos import VIDEO_SUFFIXES, check_video_file
 
 _DESCRIPTION = """\
@@ -44,6 +44,8 @@ and of a video "timestamps_<i>", fp64 [temporal patches], in seconds.
 And "grid_thw", int64 [files, 3], each file's temporal patches, rows and columns of patches; and the
 files' names: in .npz as the array "images", in .safetensors as the JSON list "images" of the
 metadata. FILE appears only when it is complete.
+
+`python -m flax_models encode` is for data sets of any size.
 """.format(suffixes=", ".join(VIDEO_SUFFIXES))
 
 
@@ -58,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # FILE's name may hold what it cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["encode"]:
+        return _encode_data_set(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -79,6 +84,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _refuse(parser.prog, str(error).splitlines()[0])
     return 0
+
+
+def _encode_data_set(arguments: list[str]) -> int:
+    """The command that Ray is needed for."""
+    try:
+        from flax_models.ray_data.command import main
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("ray", "pyarrow"):
+            raise
+        needed = "Ray Data: pip install '.[ray]' in the clone"
+        return _refuse("python -m flax_models encode", f"this command needs {needed}")
+    return main(arguments)
 
 
 def _refuse(program: str, sentence: str) -> int:
@@ -124,20 +141,20 @@ def _parser() -> argparse.ArgumentParser:
     for flag, effect in (("--min-pixels", "enlarge smaller"), ("--max-pixels", "shrink larger")):
         parser.add_argument(
             flag,
-            type=_positive,
+            type=positive,
             metavar="N",
             help=f"{effect} images (default: what the checkpoint says, else its family)",
         )
     parser.add_argument(
         "--fps",
-        type=_rate,
+        type=rate,
         default=2.0,
         metavar="N",
         help="frames to take of each second of a video (default: %(default)g)",
     )
     parser.add_argument(
         "--batch-tokens",
-        type=_positive,
+        type=positive,
         default=16384,
         metavar="N",
         help="encode images together up to so many patches, which bounds the memory that a call "
@@ -151,22 +168,6 @@ def _output_path(text: str) -> Path:
     if path.suffix not in _WRITERS:
         raise argparse.ArgumentTypeError(f"{text} must end in {' or '.join(_WRITERS)}")
     return path
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    return int(text)
-
-
-def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not is_rate(rate):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return rate
 
 
 def _is_video(path: Path) -> bool:

@@ -7,7 +7,7 @@ import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,8 +130,11 @@ def add_patches(
 
     Raises:
         ImageError: as of `preprocessing`, if that is strict; named by the row's "id" if it has one.
+        ValueError: there is no such column.
     """
+    check_column(table.column_names, image)
     rest = table.drop_columns([image])
+    seconds = 0.0
     for row, item in enumerate(table[image]):
         start = time.perf_counter()
         patches = grid_thw = timestamps = error = None
@@ -149,8 +152,15 @@ def add_patches(
         added = rest.slice(row, 1)
         for field, column in zip(COLUMNS, columns, strict=True):
             added = added.append_column(field, column)
-        report(read=1, reading=time.perf_counter() - start)
+        seconds += time.perf_counter() - start
         yield added
+    report(read=table.num_rows, reading=seconds)
+
+
+def check_column(names: Sequence[str], image: str) -> None:
+    """Refuse a column that is not there."""
+    if image not in names:
+        raise ValueError(f"there is no column {image!r}, only {', '.join(names) or 'none'}")
 
 
 def _one(value: Any, kind: pa.DataType) -> pa.Array:

@@ -1,7 +1,6 @@
 """Both stages as a function of a data set of Ray's."""
 
 import os
-from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
@@ -9,11 +8,8 @@ from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 
 from flax_models.common.config import VisionConfig, check_name
 from flax_models.common.layout import OUTPUTS
-from flax_models.ray_data.patches import Preprocessing, Report, add_patches
+from flax_models.ray_data.patches import Preprocessing, Report, add_patches, check_column
 from flax_models.ray_data.towers import TowerStage, find_loader
-
-if TYPE_CHECKING:
-    from flax_models.ray_data.patches import Report
 
 # What a block of patches holds, in calls: so many are divided among calls together. More would pad
 # still less, and take more memory of every process.
@@ -85,8 +81,9 @@ def encode(
 
     Raises:
         CheckpointError: a checkpoint that cannot be used.
-        ValueError: another `output`, `dtype`, `store` or `framework`, a column that is not there,
-            more GPUs than Ray sees, limits that no image can meet, numbers below 1.
+        ValueError: another `output`, `dtype`, `store` or `framework`, more GPUs than Ray sees,
+            limits that no image can meet, numbers below 1; a column that is not there, which as the
+            data set runs is an error of Ray's, if its columns are not known before.
         ImportError: the framework is not installed.
     """
     check_name("output", output, OUTPUTS)
@@ -97,9 +94,9 @@ def encode(
     config = VisionConfig.from_pretrained(checkpoint)
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     preprocessing = Preprocessing.of(checkpoint, dtype=dtype, fps=fps, strict=strict, **limits)
-    columns = dataset.columns() or []
-    if image not in columns:
-        raise ValueError(f"there is no column {image!r}, only {', '.join(columns) or 'none'}")
+    schema = dataset.schema(fetch_if_missing=False)  # else a part would run, only to be asked
+    if schema is not None:
+        check_column(schema.names, image)
     actors, resources = placement(gpus, towers)
     dataset.context.target_max_block_size = _block_bytes(config, dtype, batch_tokens)
     return dataset.map_batches(

@@ -1,4 +1,4 @@
-"""Where results are kept: Parquet files that are there whole or not at all, one home for each id."""
+"""Where results are kept: Parquet files that are there whole or not at all."""
 
 import hashlib
 import math
@@ -12,6 +12,7 @@ import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray
 
 from flax_models.common.layout import OUTPUTS
 from flax_models.ray_data.patches import Report
@@ -96,13 +97,14 @@ def finished_ids(out: Path) -> np.ndarray:
     return np.sort(np.concatenate(parts))
 
 
-def drop_finished(table: pa.Table, finished: np.ndarray) -> pa.Table:
-    """Leave out the rows whose ids are among sorted digests."""
-    if len(finished) == 0 or table.num_rows == 0:
+def drop_finished(table: pa.Table, finished: ray.ObjectRef) -> pa.Table:
+    """Leave out the rows whose ids are among sorted digests, which a node's workers share."""
+    known = ray.get(finished)
+    if len(known) == 0 or table.num_rows == 0:
         return table
     ids = digests(table["id"].to_pylist())
-    place = np.minimum(np.searchsorted(finished, ids), len(finished) - 1)
-    return table.filter(pa.array(finished[place] != ids))
+    place = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    return table.filter(pa.array(known[place] != ids))
 
 
 def count(out: Path) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """The second stage: a tower in each actor, one actor a GPU."""
 
-import functools
+import collections
 import importlib
 import threading
 import time
@@ -76,7 +76,7 @@ class TowerStage:
         self.config = VisionConfig.from_pretrained(checkpoint)
         self.dtype, self.output, self.store = dtype, output, store
         self.budget, self.strict = budget, strict
-        self.busy = _Busy(report)
+        self.busy = _Busy()
         self.report = report
 
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
@@ -91,8 +91,8 @@ class TowerStage:
         readable = np.flatnonzero(valid)
         if len(readable) < table.num_rows:
             refused = table.filter(pa.array(~valid)).drop_columns(["patches"])
-            self.report(refused=refused.num_rows)
             yield _append(refused, columns, [None] * refused.num_rows)
+        done = collections.Counter(refused=table.num_rows - len(readable))
         grids = np.array([table["grid_thw"][row].as_py() for row in readable]).reshape(-1, 3)
         for call in plan_calls(grids.prod(axis=1).tolist(), self.budget):
             rows, grid_thw = readable[call], grids[call]
@@ -105,8 +105,11 @@ class TowerStage:
                 _raise_first(called, errors)
             place = called.column_names.index("error")
             called = called.set_column(place, "error", pa.array(errors, pa.string()))
-            self._count(grid_thw, errors)
+            bad = sum(error is not None for error in errors)
+            done += collections.Counter(images=len(errors) - bad, refused=bad, calls=1)
+            done += self._padding(grid_thw)
             yield _append(called, columns, values)
+        self.report(**done, busy=self.busy.taken())
 
     def _run(
         self, pixel_values: np.ndarray, grid_thw: np.ndarray
@@ -138,17 +141,11 @@ class TowerStage:
             values["deepstack"] = np.stack(features).astype(self.store).tobytes()
         return values
 
-    def _count(self, grid_thw: np.ndarray, errors: list[str | None]) -> None:
-        bucket = choose_bucket(self.config, grid_thw)
-        tokens = int(grid_thw.prod(axis=1).sum())
-        refused = sum(error is not None for error in errors)
-        self.report(
-            calls=1,
-            images=len(errors) - refused,
-            refused=refused,
-            patches=tokens,
-            padding=bucket.tokens - tokens,
-        )
+    def _padding(self, grid_thw: np.ndarray) -> collections.Counter:
+        """A call's patches, and those that it is padded by on a GPU."""
+        patches = int(grid_thw.prod(axis=1).sum())
+        padded = choose_bucket(self.config, grid_thw).tokens
+        return collections.Counter(patches=patches, padding=padded - patches)
 
 
 def _raise_first(table: pa.Table, errors: list[str | None]) -> None:
@@ -176,23 +173,30 @@ def _append(table: pa.Table, columns: pa.Schema, values: list[dict[str, Any] | N
 
 
 class _Busy:
-    """Reports the "busy" seconds in which at least one thread is in a call."""
+    """The seconds in which at least one thread is in a call."""
 
-    def __init__(self, report: Report) -> None:
-        self.report = report
+    def __init__(self) -> None:
         self.lock = threading.Lock()
         self.inside = 0
-        self.since = 0.0
+        self.since = self.seconds = 0.0
 
     def __enter__(self) -> None:
         with self.lock:
+            self._add()
             self.inside += 1
-            if self.inside == 1:
-                self.since = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         with self.lock:
+            self._add()
             self.inside -= 1
-            now = time.perf_counter()
-            self.report(busy=now - self.since)
-            self.since = now
+
+    def _add(self) -> None:
+        now = time.perf_counter()
+        self.seconds += (now - self.since) * (self.inside > 0)
+        self.since = now
+
+    def taken(self) -> float:
+        """Those since the last time that they were asked for."""
+        with self.lock:
+            seconds, self.seconds = self.seconds, 0.0
+            return seconds
