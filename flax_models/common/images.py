@@ -354,52 +354,54 @@ def as_patches(
         pixel_values and grid_thw, as `preprocess` returns them.
     """
     patch, temporal_patch = config.patch_size, config.temporal_patch_size
-    patches, grids = [], []
+    grids = []
     for clip in clips:
-        frames = [*clip, *clip[-1:] * (-len(clip) % temporal_patch)]
-        height, width = frames[0].shape[1:]
-        patches.append(_cut_patches(frames, patch, temporal_patch, config.merge_size))
-        grids.append((len(frames) // temporal_patch, height // patch, width // patch))
-    return _normalise(config, backend, patches), np.array(grids, dtype=np.int64)
+        height, width = clip[0].shape[1:]
+        grids.append((-(-len(clip) // temporal_patch), height // patch, width // patch))
+    grid_thw = np.array(grids, dtype=np.int64)
+    ends = np.cumsum(grid_thw.prod(axis=1))
+    patches = np.empty((ends[-1], 3, temporal_patch, patch, patch), dtype=np.float32)
+    for clip, grid, part in zip(clips, grids, np.split(patches, ends[:-1]), strict=True):
+        _cut_clip(clip, config, backend, part.reshape(grid[0], -1, *part.shape[1:]))
+    return patches.reshape(len(patches), -1), grid_thw
 
 
-def _cut_patches(
-    frames: list[np.ndarray], patch: int, temporal_patch: int, merge: int
-) -> np.ndarray:
-    """Cut frames [3, height, width] into uint8 [tokens, 3, temporal_patch, patch, patch]."""
-    pixels = np.stack(frames)
-    height, width = pixels.shape[2] // patch, pixels.shape[3] // patch  # in patches
-    by_axis = pixels.reshape(
-        *(len(frames) // temporal_patch, temporal_patch, 3),
-        *(height // merge, merge, patch),
-        *(width // merge, merge, patch),
-    )
-    # To: time, merge unit's row and column, row and column within it; channel, frame, row, column.
-    by_patch = by_axis.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
-    return by_patch.reshape(-1, 3, temporal_patch, patch, patch)
+def _cut_clip(
+    clip: Sequence[np.ndarray], config: ImageConfig, backend: Backend, patches: np.ndarray
+) -> None:
+    """Write frames [3, height, width] into [time, tokens, 3, temporal_patch, patch, patch]."""
+    patch, merge, temporal_patch = config.patch_size, config.merge_size, config.temporal_patch_size
+    height, width = clip[0].shape[1] // patch, clip[0].shape[2] // patch  # in patches
+    for time, together in enumerate(patches):
+        # By merge unit's row and column, row and column within it.
+        places = together.reshape(
+            height // merge, width // merge, merge, merge, *together.shape[1:]
+        )
+        for index in range(temporal_patch):
+            number = time * temporal_patch + index
+            if number < len(clip):  # else the last frame is repeated
+                pixels = _normalise(clip[number], config, backend)
+                by_axis = pixels.reshape(
+                    3, height // merge, merge, patch, width // merge, merge, patch
+                )
+            places[:, :, :, :, :, index] = by_axis.transpose(1, 4, 2, 5, 0, 3, 6)
 
 
-def _normalise(config: ImageConfig, backend: Backend, patches: list[np.ndarray]) -> np.ndarray:
-    """Concatenate patches as fp32 [tokens, patch_dim], through a table of the 256 values there are.
+def _normalise(frame: np.ndarray, config: ImageConfig, backend: Backend) -> np.ndarray:
+    """A frame [3, height, width] as fp32, by Hugging Face's own steps.
 
-    The table takes Hugging Face's own steps. With Pillow values are scaled in fp64 and rounded to
-    fp32, then shifted and divided in fp32; with torchvision, mean and deviation are scaled instead.
+    With Pillow values are scaled in fp64 and rounded to fp32, then shifted and divided in fp32;
+    with torchvision, mean and deviation are scaled instead.
     """
-    mean, std = np.float32(config.image_mean)[:, None], np.float32(config.image_std)[:, None]
-    values = np.arange(256)
+    mean, std = (np.float32(each)[:, None, None] for each in (config.image_mean, config.image_std))
     if backend == "pil":
-        values = values * (1 / 255)
+        values = (frame * (1 / 255)).astype(np.float32)
     else:
         mean, std = mean * np.float32(255), std * np.float32(255)
-    table = (values.astype(np.float32) - mean) / std  # [3, 256]
-    tokens = sum(map(len, patches))
-    normal = np.empty((tokens, *patches[0].shape[1:]), dtype=np.float32)
-    start = 0
-    for part in patches:
-        for channel in range(3):
-            normal[start : start + len(part), channel] = table[channel][part[:, channel]]
-        start += len(part)
-    return normal.reshape(tokens, -1)
+        values = frame.astype(np.float32)
+    values -= mean
+    values /= std
+    return values
 
 
 def _kind(value: Any) -> str:
