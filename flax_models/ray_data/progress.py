@@ -24,12 +24,16 @@ class _Counts:
 
     def __init__(self) -> None:
         self.counts: collections.Counter = collections.Counter()
+        self.start: float | None = None  # as the first tower is there
 
     def add(self, numbers: dict[str, float]) -> None:
         self.counts.update(numbers)
+        if self.start is None and "loaded" in numbers:
+            self.start = time.monotonic()
 
     def get(self) -> dict[str, float]:
-        return dict(self.counts)
+        seconds = 0.0 if self.start is None else time.monotonic() - self.start
+        return {**self.counts, "seconds": seconds}
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,6 @@ class Progress:
         self.total, self.devices, self.every = total, devices, every
         self.counts = _Counts.remote()
         self.report = Reporter(self.counts)
-        self.start = time.monotonic()
         self._over = threading.Event()
 
     def __enter__(self) -> "Progress":
@@ -75,12 +78,17 @@ class Progress:
         self._thread.join()
 
     def numbers(self) -> dict[str, float]:
-        """What was counted: "images", "patches", "padding", "refused", "busy" seconds and so on."""
+        """What was counted, and the "seconds" since there was a tower.
+
+        "read" files and the "reading" seconds of all cores; "loaded" towers, their "busy" seconds,
+        "calls", "images", "patches" and "padding"; "refused" files; "written" rows, their "bytes"
+        and "writing" seconds.
+        """
         return collections.Counter(ray.get(self.counts.get.remote()))
 
     def line(self) -> str:
         """How far it is, in words."""
-        return describe(self.numbers(), time.monotonic() - self.start, self.total, self.devices)
+        return describe(self.numbers(), self.total, self.devices)
 
     def _tell(self) -> None:
         console = Console(stderr=True)
@@ -99,8 +107,11 @@ class Progress:
             show(line)
 
 
-def describe(numbers: dict[str, float], seconds: float, total: int | None, devices: int) -> str:
+def describe(numbers: dict[str, float], total: int | None, devices: int) -> str:
     """One line: images, patches a second, the towers' share of the time, errors, time left."""
+    seconds = numbers["seconds"]
+    if not seconds:
+        return f"{int(numbers['read']):,} files read, towers are loaded"
     done = int(numbers["images"] + numbers["refused"])
     of = "" if total is None else f" of {total:,}"
     parts = [

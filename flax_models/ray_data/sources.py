@@ -18,9 +18,9 @@ from PIL import Image
 from flax_models.common.videos import VIDEO_SUFFIXES
 from flax_models.ray_data.shards import digests
 
-# Paths that a task reads: many, as the last block of each is not full; few enough that all
-# processes have something to do.
-_TASK_PATHS, _TASKS = 256, 64
+# Paths that a task reads: many, as the last block of each is not full; fewer where there are few,
+# for all processes to have something to do.
+_LEAST_PATHS, _MOST_PATHS, _TASKS = 16, 256, 64
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _paths(path: Path, paths: dict[str, str]) -> Source:
     table = pa.table({"id": list(paths), "image": list(paths.values())})
 
     def dataset() -> ray.data.Dataset:
-        rows = min(_TASK_PATHS, -(-len(paths) // _TASKS))
+        rows = min(max(len(paths) // _TASKS, _LEAST_PATHS), _MOST_PATHS)
         starts = range(0, len(paths), rows)
         return ray.data.from_arrow([table.slice(start, rows) for start in starts])
 
@@ -133,7 +133,7 @@ _Table = tuple[Any, Callable[[list[str]], ray.data.Dataset]]
 def _parquet(files: list[Path]) -> _Table:
     names = [str(file.absolute()) for file in files]
     data = pyarrow.dataset.dataset(names, format="parquet")
-    return data, lambda columns: ray.data.read_parquet(names, columns=columns)
+    return data, lambda columns: ray.data.read_parquet(names).select_columns(columns)
 
 
 def _lance(path: Path) -> _Table:
@@ -157,9 +157,7 @@ def _table(path: Path, table: _Table, column: str | None, id_column: str | None)
     holds_paths = pa.types.is_string(field) or pa.types.is_large_string(field)
     _check_type(path, column, field, holds_paths)
     if id_column is None and not holds_paths:
-        raise ValueError(
-            f"column {column!r} of {path} holds no paths: an --id-column has to name them"
-        )
+        raise ValueError(f"column {column!r} of {path} holds no paths: give an --id-column")
     ids = id_column or column
     total = _check_ids(path, ids, data)
     if not total:

@@ -78,6 +78,7 @@ class TowerStage:
         self.budget, self.strict = budget, strict
         self.busy = _Busy()
         self.report = report
+        report(loaded=1)
 
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
         """Encode the rows call by call.
