@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,13 @@ manifest.json. `flax_models.ray_data.read(DIR)` reads them.
 _PREPROCESSING = ("dtype", "fps", "min_pixels", "max_pixels", "strict")
 _TOWER = ("output", "store", "framework", "gpus", "towers", "decoders", "batch_tokens")
 
+# What went wrong in a worker, of which Ray passes on the text alone.
+_SAID = re.compile(
+    r"^(?:\w+\.)*(?:ImageError|CheckpointError|ValueError|OSError|FileNotFoundError|ImportError|"
+    r"PermissionError|MemoryError|ReadError|ArrowInvalid): (.+)$",
+    re.MULTILINE,
+)
+
 # Seconds in which a cluster has to answer.
 _PATIENCE = 10
 
@@ -56,13 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return _run(options)
+    except ray.exceptions.RayError as error:  # which may be a ValueError as well
+        said = _SAID.search(str(error))
+        if said is None:
+            raise
+        sentence = said[1]
     except (ValueError, OSError, ImportError, MemoryError) as error:
         sentence = str(error) or "out of memory"
-    except ray.exceptions.RayError as error:
-        cause = _cause(error)
-        if not isinstance(cause, ValueError | OSError | ImportError | MemoryError):
-            raise
-        sentence = str(cause)
     print(f"{parser.prog}: error: {sentence.splitlines()[0]}", file=sys.stderr)
     return 2
 
@@ -207,13 +215,6 @@ def _check_answer(address: str) -> None:
     except (OSError, ValueError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(f"no Ray cluster at {address}: {reason}") from None
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What went wrong in a worker, behind what Ray wraps it in."""
-    while (inner := getattr(error, "cause", None) or error.__cause__) is not None:
-        error = inner
-    return error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -81,6 +81,7 @@ def test_webdataset(cluster, contents, tmp_path):
     assert set(rows(find_source(tmp_path / "t" / "1.tar"))) < set(found)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lance's own, as Ray calls it
 def test_lance(cluster, contents, tmp_path):
     lance = pytest.importorskip("lance")
     table = pa.table({"key": list(contents), "image": list(contents.values())})
