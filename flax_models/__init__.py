@@ -8,7 +8,8 @@ one of its names is first used.
   `gated` activation and `gated_product`, and of `pooling` over an image.
 - Around a pass: `inputs` and `device` bring patches there, `compiled` calls it, `rows` takes the
   images' own rows of what comes out.
-- `__main__`: the command line, `python -m flax_models`.
+- `ray_data`: data sets of any size, on Ray Data.
+- `__main__`: the command line, `python -m flax_models`, with values by `arguments`.
 """
 
 from typing import Any

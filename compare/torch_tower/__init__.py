@@ -3,7 +3,8 @@
 `tower` holds it, of the layers in `blocks`, their `attention` (over whole frames also by a library
 of `varlen`), the `gated` activation and `gated_product`, and of `pooling` over an image; `graphs`
 records passes, `inputs` and `device` bring patches to where they are encoded; `export` fixes a
-layout for `torch.export` and ONNX. What is NumPy alone is `flax_models.common`'s.
+layout for `torch.export` and ONNX; `ray_data` is what `flax_models.ray_data` loads by its name.
+What is NumPy alone is `flax_models.common`'s.
 
 PyTorch is imported when the tower is first asked for: other rooms take single modules of this one.
 """

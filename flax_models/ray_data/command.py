@@ -43,8 +43,13 @@ _TOWER = ("output", "store", "framework", "gpus", "towers", "decoders", "batch_t
 # What went wrong in a worker, of which Ray passes on the text alone.
 _SAID = re.compile(
     r"^(?:\w+\.)*(?:ImageError|CheckpointError|ValueError|OSError|FileNotFoundError|ImportError|"
-    r"PermissionError|MemoryError|ReadError|ArrowInvalid): (.+)$",
+    r"PermissionError|MemoryError|OutOfMemoryError|JaxRuntimeError|ReadError|ArrowInvalid): (.+)$",
     re.MULTILINE,
+)
+_DEATHS = (
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.RayActorError,
 )
 
 # Seconds in which a cluster has to answer.
@@ -66,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(options)
     except ray.exceptions.RayError as error:  # which may be a ValueError as well
         said = _SAID.search(str(error))
-        if said is None:
+        if said is None and not isinstance(error, _DEATHS):
             raise
-        sentence = said[1]
+        sentence = said[1] if said else f"workers died again and again: {error}"
     except (ValueError, OSError, ImportError, MemoryError) as error:
         sentence = str(error) or "out of memory"
     print(f"{parser.prog}: error: {sentence.splitlines()[0]}", file=sys.stderr)

@@ -19,6 +19,11 @@ _CALLS_OF_A_BLOCK = 4
 _THREADS = 2
 
 
+# Times that a task of the first stage is done again as its process died: Ray would go on for ever,
+# which a file that crashes its decoder would have it do.
+_RETRIES = 5
+
+
 def _no_report(**_: float) -> None:
     pass
 
@@ -106,6 +111,7 @@ def encode(
         batch_size=None,
         compute=TaskPoolStrategy(decoders),
         num_cpus=1,
+        max_retries=_RETRIES,
     ).map_batches(
         TowerStage,
         fn_constructor_kwargs={

@@ -66,7 +66,7 @@ def find_source(path: Path, column: str | None = None, id_column: str | None = N
         tables = [file for file in files if file.suffix.lower() == ".parquet"]
         tars = [file for file in files if file.suffix.lower() == ".tar"]
         if tables and not images:
-            return _table(path, _parquet(tables), column, id_column)
+            return _table(path, _parquet(path, tables), column, id_column)
         if column or id_column:
             raise ValueError(f"{path} is no table, and has no columns")
         if tars and not images:
@@ -130,10 +130,11 @@ def _paths(path: Path, paths: dict[str, str]) -> Source:
 _Table = tuple[Any, Callable[[list[str]], ray.data.Dataset]]
 
 
-def _parquet(files: list[Path]) -> _Table:
-    names = [str(file.absolute()) for file in files]
-    data = pyarrow.dataset.dataset(names, format="parquet")
-    return data, lambda columns: ray.data.read_parquet(names).select_columns(columns)
+def _parquet(path: Path, files: list[Path]) -> _Table:
+    data = pyarrow.dataset.dataset([str(file) for file in files], format="parquet")
+    # A single path: of several, Ray's threads stumble over each other's imports.
+    name = str(path.absolute())
+    return data, lambda columns: ray.data.read_parquet(name).select_columns(columns)
 
 
 def _lance(path: Path) -> _Table:

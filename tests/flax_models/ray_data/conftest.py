@@ -1,6 +1,7 @@
 """Small photographs, a checkpoint and one small Ray for what is tested here."""
 
 import os
+import secrets
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ def cluster(tmp_path_factory):
     ray = pytest.importorskip("ray")
     pytest.importorskip("ray.data")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray writes one into the user's home
     context = ray.init(
         num_cpus=2,
         num_gpus=0,
