@@ -7,11 +7,13 @@ import numpy as np
 
 # Values along an axis that are computed by one matrix product, whose matrix is mostly zeros beyond
 # them.
-_BLOCK = 32
+_BLOCK = 16
 
-# Bytes of rows that are resized together: they stay in a core's cache, and a large image takes
-# little more memory than its pixels.
-_TOGETHER = 1 << 20
+# Bytes of rows that are resized together: they stay in a cache, and a large image takes little more
+# memory than its pixels.
+_TOGETHER = 1 << 22
+
+_MIDDLE = 128
 
 # Of the cubic whose curvature torchvision and Pillow choose for anti-aliased resizing.
 _CURVATURE = -0.5
@@ -39,17 +41,16 @@ def _resize_rows(pixels: np.ndarray, new: int) -> np.ndarray:
     channels, rows, old = pixels.shape
     if old == new:
         return pixels
-    blocks = _plan(old, new)
-    dtype = blocks[0][1].dtype
+    offsets, blocks = _plan(old, new)
     resized = np.empty((channels, rows, new), dtype=np.uint8)
-    together = max(_TOGETHER // (old * dtype.itemsize), 1)
+    together = max(_TOGETHER // (old * offsets.itemsize), 1)
     for channel, start in itertools.product(range(channels), range(0, rows, together)):
-        source = pixels[channel, start : start + together].astype(dtype)
-        sums = np.empty((len(source), new), dtype)
+        source = _centred(pixels[channel, start : start + together], offsets.dtype)
+        sums = np.empty((len(source), new), offsets.dtype)
         for number, (first, matrix) in enumerate(blocks):
             columns = slice(number * _BLOCK, number * _BLOCK + len(matrix))
             np.matmul(source[:, first : first + matrix.shape[1]], matrix.T, out=sums[:, columns])
-        _round(sums, resized[channel, start : start + together])
+        _round(sums, offsets, resized[channel, start : start + together])
     return resized
 
 
@@ -58,33 +59,40 @@ def _resize_columns(pixels: np.ndarray, new: int) -> np.ndarray:
     channels, old, columns = pixels.shape
     if old == new:
         return pixels
+    offsets, blocks = _plan(old, new)
     resized = np.empty((channels, new, columns), dtype=np.uint8)
-    for channel, (number, (first, matrix)) in itertools.product(
-        range(channels), enumerate(_plan(old, new))
-    ):
-        source = pixels[channel, first : first + matrix.shape[1]].astype(matrix.dtype)
+    for channel, (number, (first, matrix)) in itertools.product(range(channels), enumerate(blocks)):
+        source = _centred(pixels[channel, first : first + matrix.shape[1]], offsets.dtype)
         rows = slice(number * _BLOCK, number * _BLOCK + len(matrix))
-        _round(matrix @ source, resized[channel, rows])
+        _round(matrix @ source, offsets[rows, None], resized[channel, rows])
     return resized
 
 
-def _round(sums: np.ndarray, out: np.ndarray) -> None:
-    """To the nearest of 256 values, halves upwards."""
-    sums += 0.5  # as what follows rounds down
-    out[...] = np.clip(sums, 0, 255, out=sums)
+def _centred(pixels: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Pixels less the middle of their range: their sums are half as large."""
+    return (pixels ^ np.uint8(_MIDDLE)).view(np.int8).astype(dtype)
+
+
+def _round(sums: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> None:
+    """From sums of centred pixels to the nearest of 256 values, halves upwards."""
+    sums += offsets
+    out[...] = np.clip(sums, 0, 255, out=sums)  # rounds down
 
 
 @functools.lru_cache(maxsize=8)
-def _plan(old: int, new: int) -> list[tuple[int, np.ndarray]]:
+def _plan(old: int, new: int) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
     """Weights as multiples of a power of two.
 
     Returns:
-        For each `_BLOCK` new values, the first old one that they need, and the weights [new, old]
-        in a dtype that holds every sum of pixels exactly.
+        offsets: [new], what the middle adds to each sum, and a half.
+        blocks: for each `_BLOCK` new values, the first old one that they need, and the weights
+            [new, old], like the offsets in a dtype in which every sum of centred pixels is exact,
+            and with its offset all below 256.
     """
     first, weights, precision = _weights(old, new)
-    most = 255 * np.abs(weights).sum(axis=1).max() + 2**precision
-    exact = np.float32 if most < 2**24 else np.float64
+    most = _MIDDLE * np.abs(weights).sum(axis=1).max()
+    exact = np.float32 if most < 2**24 and precision <= 16 else np.float64
+    offsets = (_MIDDLE * weights.sum(axis=1) * 2.0**-precision + 0.5).astype(exact)
     blocks = []
     for start in range(0, new, _BLOCK):
         starts, taps = first[start : start + _BLOCK], weights[start : start + _BLOCK]
@@ -93,7 +101,7 @@ def _plan(old: int, new: int) -> list[tuple[int, np.ndarray]]:
         np.put_along_axis(matrix, columns, taps * 2.0**-precision, axis=1)
         # Beyond the last old value there are only weights of 0.
         blocks.append((int(starts[0]), matrix[:, : old - starts[0]]))
-    return blocks
+    return offsets, blocks
 
 
 def _weights(old: int, new: int) -> tuple[np.ndarray, np.ndarray, int]:
