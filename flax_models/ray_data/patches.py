@@ -1,13 +1,17 @@
 """The first stage: images and videos become patches, in a pool of processes beside the towers."""
 
 import dataclasses
+import functools
 import os
+import pickle
 import re
 import stat
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +43,16 @@ COLUMNS = pa.schema(
     ]
 )
 
-# How much was done, to whom it may concern: "images", "seconds" and the like.
-Report = Callable[..., None]
+
+class Report:
+    """What the stages tell of their work; this one tells nobody, `progress.Reporter` the driver."""
+
+    def __call__(self, **numbers: float) -> None:
+        """Add to what was done: see `Progress.numbers`."""
+
+    def attempt(self, rows: str) -> int:
+        """How often these rows were begun, this time included."""
+        return 1
 
 
 @dataclass(frozen=True)
@@ -119,11 +131,15 @@ def add_patches(
 ) -> Iterator[pa.Table]:
     """Put the patches of each row's image in its place; a file that is refused gets its reason.
 
+    Rows that are begun again, as the process died over them, have each file read in a process of
+    its own, whose death is a reason too.
+
     Args:
         table: any rows.
         image: the column of paths, or of files' content.
         preprocessing: how.
-        report: told of "read" files and the "reading" seconds that they took.
+        report: told of "read" files and the "reading" seconds that they took, and asked by the
+            first row's "id" whether it was begun before.
 
     Yields:
         Tables of one row: Ray cuts blocks of any number of patches from them.
@@ -135,15 +151,18 @@ def add_patches(
     check_column(table.column_names, image)
     rest = table.drop_columns([image])
     seconds = 0.0
+    named = "id" in rest.column_names
+    again = named and table.num_rows > 0 and report.attempt(rest["id"][0].as_py()) > 1
+    read = functools.partial(_read_apart, preprocessing) if again else preprocessing
     for row, item in enumerate(table[image]):
         start = time.perf_counter()
         patches = grid_thw = timestamps = error = None
         try:
-            patches, grid_thw, timestamps = preprocessing(item.as_py())
+            patches, grid_thw, timestamps = read(item.as_py())
         except ImageError as refused:
             error = _reason(refused)
             if preprocessing.strict:
-                name = rest["id"][row].as_py() if "id" in rest.column_names else f"row {row}"
+                name = rest["id"][row].as_py() if named else f"row {row}"
                 raise ImageError(f"{name}: {error}") from None
         # A buffer instead of bytes: it is not copied.
         buffer = None if patches is None else pa.py_buffer(patches.view(np.uint8).reshape(-1))
@@ -168,6 +187,36 @@ def _one(value: Any, kind: pa.DataType) -> pa.Array:
         offsets = pa.py_buffer(np.array([0, value.size], np.int64))
         return pa.Array.from_buffers(kind, 1, [None, offsets, value])
     return pa.array([value], kind)
+
+
+def _read_apart(preprocessing: Preprocessing, item: Any) -> tuple:
+    """Call it in another process.
+
+    Raises:
+        ImageError: as it does, and if the process dies.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import answer; answer()"],
+        input=pickle.dumps((preprocessing, item)),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    if done.returncode:
+        raise ImageError(f"the process that read it ended with status {done.returncode}")
+    result = pickle.loads(done.stdout)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def answer() -> None:
+    """What the other process does."""
+    preprocessing, item = pickle.load(sys.stdin.buffer)
+    try:
+        result = preprocessing(item)
+    except ImageError as error:
+        result = error
+    pickle.dump(result, sys.stdout.buffer)
 
 
 def _read(path: str) -> bytes:

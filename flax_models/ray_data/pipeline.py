@@ -19,15 +19,6 @@ _CALLS_OF_A_BLOCK = 4
 _THREADS = 2
 
 
-# Times that a task of the first stage is done again as its process died: Ray would go on for ever,
-# which a file that crashes its decoder would have it do.
-_RETRIES = 5
-
-
-def _no_report(**_: float) -> None:
-    pass
-
-
 def encode(
     dataset: Dataset,
     checkpoint: str | os.PathLike[str],
@@ -45,7 +36,7 @@ def encode(
     max_pixels: int | None = None,
     fps: float = 2.0,
     strict: bool = False,
-    report: Report = _no_report,
+    report: Report | None = None,
 ) -> Dataset:
     """Encode the images and videos of a data set, on as many GPUs as there are.
 
@@ -72,7 +63,8 @@ def encode(
         min_pixels, max_pixels: enlarge smaller images, shrink larger ones; None: the checkpoint's.
         fps: frames to take of each second of a video.
         strict: raise for the first file that is refused.
-        report: told of what is done, by numbers: see `progress`.
+        report: told of what is done. None: nobody, and a file that crashes its decoder's process is
+            tried again without end.
 
     Returns:
         The rows without the image and with
@@ -91,6 +83,7 @@ def encode(
             data set runs is an error of Ray's, if its columns are not known before.
         ImportError: the framework is not installed.
     """
+    report = report or Report()
     check_name("output", output, OUTPUTS)
     check_name("dtype", dtype, ("bfloat16", "float16", "float32"))
     store = store or stored_dtype(dtype)
@@ -111,7 +104,6 @@ def encode(
         batch_size=None,
         compute=TaskPoolStrategy(decoders),
         num_cpus=1,
-        max_retries=_RETRIES,
     ).map_batches(
         TowerStage,
         fn_constructor_kwargs={

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from flax_models.ray_data.patches import Report
+
 # Seconds between lines where there is no terminal, and between looks where there is one.
 _LINES, _LOOKS = 30.0, 0.5
 
@@ -24,6 +26,7 @@ class _Counts:
 
     def __init__(self) -> None:
         self.counts: collections.Counter = collections.Counter()
+        self.begun: collections.Counter = collections.Counter()
         self.start: float | None = None  # as the first tower is there
 
     def add(self, numbers: dict[str, float]) -> None:
@@ -31,20 +34,28 @@ class _Counts:
         if self.start is None and "loaded" in numbers:
             self.start = time.monotonic()
 
+    def begin(self, rows: str) -> int:
+        self.begun[rows] += 1
+        return self.begun[rows]
+
     def get(self) -> dict[str, float]:
         seconds = 0.0 if self.start is None else time.monotonic() - self.start
         return {**self.counts, "seconds": seconds}
 
 
 @dataclass(frozen=True)
-class Reporter:
-    """What the stages are given: it sends numbers and does not wait."""
+class Reporter(Report):
+    """What the stages are given by the command."""
 
     counts: Any
 
     def __call__(self, **numbers: float) -> None:
-        """Add numbers; one that a worker reports again after a neighbour's death counts twice."""
+        """Send numbers, and don't wait; what is done again counts again."""
         self.counts.add.remote(numbers)
+
+    def attempt(self, rows: str) -> int:
+        """How often these rows were begun, this time included."""
+        return ray.get(self.counts.begin.remote(rows))
 
 
 class Progress:

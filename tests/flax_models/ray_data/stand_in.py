@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from flax_models import VisionConfig
+from flax_models.ray_data.patches import Preprocessing
 
 
 def load(checkpoint, dtype):
@@ -35,3 +36,12 @@ def means(config, pixel_values):
     size = config.out_hidden_size
     patches = np.asarray(pixel_values, np.float32)[:, :size]
     return patches.reshape(-1, config.merge_unit, size).mean(axis=1)
+
+
+class Poisonable(Preprocessing):
+    """There is content over which the process dies, as over a fault of a decoder."""
+
+    def __call__(self, item):
+        if item == b"poison":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(item)

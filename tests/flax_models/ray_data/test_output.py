@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from flax_models.ray_data import read, shards
 from flax_models.ray_data.output import Output, checkpoint_hash
+from flax_models.ray_data.patches import Report
 from flax_models.ray_data.shards import finished_ids, shard_rows, write_shard
 from tests.tower_checkpoints import SMALL_TOWERS, write_checkpoint
 
@@ -37,7 +38,7 @@ def results(ids, refused=(), dtype="bfloat16"):
 
 
 def write(table, output):
-    return write_shard(table, str(output.attempt), str(output.path), lambda **_: None)
+    return write_shard(table, str(output.attempt), str(output.path), Report())
 
 
 def names(folder):

@@ -15,7 +15,7 @@ import pyarrow as pa
 from flax_models import ImageConfig, ImageError, VideoConfig, preprocess, preprocess_videos
 from flax_models.common.resample import resize_bicubic
 from flax_models.ray_data import patches as patches_module
-from flax_models.ray_data.patches import Preprocessing, add_patches
+from flax_models.ray_data.patches import Preprocessing, Report, add_patches
 from tests.video_files import write_video
 
 PREPROCESSING = Preprocessing(ImageConfig(), VideoConfig(), 2.0, "float32")
@@ -23,9 +23,14 @@ PREPROCESSING = Preprocessing(ImageConfig(), VideoConfig(), 2.0, "float32")
 
 def stage(rows, **changed):
     reports = []
+
+    class Noted(Report):
+        def __call__(self, **numbers):
+            reports.append(numbers)
+
     preprocessing = Preprocessing(**{**vars(PREPROCESSING), **changed})
     table = pa.Table.from_pylist(rows)
-    tables = add_patches(table, "image", preprocessing, lambda **numbers: reports.append(numbers))
+    tables = add_patches(table, "image", preprocessing, Noted())
     result = pa.concat_tables(tables).to_pylist()
     assert reports[0]["read"] == len(rows)
     return result

@@ -56,12 +56,11 @@ def test_parquet_with_bytes_or_paths(cluster, contents, photographs, tmp_path):
     structs = [{"bytes": content, "path": None} for content in contents.values()]
     columns = {"key": list(range(20)), "image": list(contents.values()), "path": paths}
     write_parquet(tmp_path / "p", pa.table({**columns, "struct": structs}))
-    by_content = find_source(tmp_path / "p", id_column="key")
-    assert by_content.total == 20
-    assert rows(by_content) == {str(i): content for i, content in enumerate(contents.values())}
-    assert rows(find_source(tmp_path / "p", "path")) == dict(zip(paths, paths, strict=True))
-    assert rows(find_source(tmp_path / "p" / "0.parquet", "struct", "key"))["3"] == structs[3]
-    assert by_content.sample(2) == list(contents.values())[:2]
+    source = find_source(tmp_path / "p", "struct", "key")
+    assert source.total == 20
+    assert rows(source) == {str(number): struct for number, struct in enumerate(structs)}
+    assert find_source(tmp_path / "p", id_column="key").sample(2) == list(contents.values())[:2]
+    assert find_source(tmp_path / "p" / "1.parquet", "path").sample(1) == paths[10:11]
 
 
 def test_webdataset(cluster, contents, tmp_path):
