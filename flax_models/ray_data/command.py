@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import logging
-import os
 import re
 import socket
 import sys
@@ -187,8 +186,6 @@ def _ray(address: str | None) -> Iterator[None]:
     Raises:
         ValueError: the cluster does not answer.
     """
-    # Of every actor it says on standard error that its arguments lie in the object store.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     DataContext.get_current().enable_progress_bars = False  # there is a line of our own
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     if ray.is_initialized():

@@ -159,7 +159,7 @@ def add_patches(
         patches = grid_thw = timestamps = error = None
         try:
             patches, grid_thw, timestamps = read(item.as_py())
-        except ImageError as refused:
+        except (ValueError, MemoryError) as refused:  # the one also of a video without a rate
             error = _reason(refused)
             if preprocessing.strict:
                 name = rest["id"][row].as_py() if named else f"row {row}"
@@ -193,7 +193,7 @@ def _read_apart(preprocessing: Preprocessing, item: Any) -> tuple:
     """Call it in another process.
 
     Raises:
-        ImageError: as it does, and if the process dies.
+        ValueError, MemoryError: as it does, and if the process dies.
     """
     done = subprocess.run(
         [sys.executable, "-c", f"from {__name__} import answer; answer()"],
@@ -214,7 +214,7 @@ def answer() -> None:
     preprocessing, item = pickle.load(sys.stdin.buffer)
     try:
         result = preprocessing(item)
-    except ImageError as error:
+    except (ValueError, MemoryError) as error:
         result = error
     pickle.dump(result, sys.stdout.buffer)
 
@@ -254,6 +254,7 @@ def _is_video(content: bytes) -> bool:
     return content[:4] == b"\x1aE\xdf\xa3" or (content[:4] == b"RIFF" and content[8:12] == b"AVI ")
 
 
-def _reason(error: ImageError) -> str:
+def _reason(error: Exception) -> str:
     """Without the number and the file that it had in a list of one."""
-    return re.sub(r"^(cannot read )?(image|video) 0( \([^)]*\))?:? ", "", str(error))
+    reason = str(error) or "out of memory"
+    return re.sub(r"^(cannot read )?(image|video) 0( \([^)]*\))?:? ", "", reason)

@@ -139,16 +139,17 @@ def placement(gpus: int | None, towers: int) -> tuple[int, dict[str, float]]:
     Raises:
         ValueError: more GPUs than there are, or fewer than none; no tower at all.
     """
-    there = int(ray.cluster_resources().get("GPU", 0))
+    resources = ray.cluster_resources()
+    there = int(resources.get("GPU", 0))
     if gpus is None:
         gpus = there
     if not 0 <= gpus <= there:
         raise ValueError(f"{gpus} GPUs were asked for, and Ray sees {there or 'none'}")
-    if gpus:
-        return gpus, {"num_gpus": 1, "num_cpus": 1}
+    if gpus:  # each with a core of its own, if one is left to decode
+        return gpus, {"num_gpus": 1, "num_cpus": int(resources["CPU"] > gpus)}
     if towers < 1:
         raise ValueError(f"towers must be at least 1, got {towers}")
-    return towers, {"num_cpus": 0}  # or no core would be left to decode for them
+    return towers, {"num_cpus": 0}
 
 
 def _block_bytes(config: VisionConfig, dtype: str, batch_tokens: int) -> int:

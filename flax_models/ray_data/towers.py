@@ -1,6 +1,5 @@
 """The second stage: a tower in each actor, one actor a GPU."""
 
-import collections
 import importlib
 import threading
 import time
@@ -92,8 +91,8 @@ class TowerStage:
         readable = np.flatnonzero(valid)
         if len(readable) < table.num_rows:
             refused = table.filter(pa.array(~valid)).drop_columns(["patches"])
+            self.report(refused=refused.num_rows)
             yield _append(refused, columns, [None] * refused.num_rows)
-        done = collections.Counter(refused=table.num_rows - len(readable))
         grids = np.array([table["grid_thw"][row].as_py() for row in readable]).reshape(-1, 3)
         for call in plan_calls(grids.prod(axis=1).tolist(), self.budget):
             rows, grid_thw = readable[call], grids[call]
@@ -106,11 +105,8 @@ class TowerStage:
                 _raise_first(called, errors)
             place = called.column_names.index("error")
             called = called.set_column(place, "error", pa.array(errors, pa.string()))
-            bad = sum(error is not None for error in errors)
-            done += collections.Counter(images=len(errors) - bad, refused=bad, calls=1)
-            done += self._padding(grid_thw)
+            self._report_call(grid_thw, errors)
             yield _append(called, columns, values)
-        self.report(**done, busy=self.busy.taken())
 
     def _run(
         self, pixel_values: np.ndarray, grid_thw: np.ndarray
@@ -142,11 +138,17 @@ class TowerStage:
             values["deepstack"] = np.stack(features).astype(self.store).tobytes()
         return values
 
-    def _padding(self, grid_thw: np.ndarray) -> collections.Counter:
-        """A call's patches, and those that it is padded by on a GPU."""
+    def _report_call(self, grid_thw: np.ndarray, errors: list[str | None]) -> None:
+        refused = sum(error is not None for error in errors)
         patches = int(grid_thw.prod(axis=1).sum())
-        padded = choose_bucket(self.config, grid_thw).tokens
-        return collections.Counter(patches=patches, padding=padded - patches)
+        self.report(
+            calls=1,
+            images=len(errors) - refused,
+            refused=refused,
+            patches=patches,
+            padding=choose_bucket(self.config, grid_thw).tokens - patches,  # as on a GPU
+            busy=self.busy.taken(),
+        )
 
 
 def _raise_first(table: pa.Table, errors: list[str | None]) -> None:

@@ -93,7 +93,7 @@ def test_both_towers(cluster, photographs, tmp_path, framework):
     """With DeepStack, in bf16, as a function of a data set whose other columns stay.
 
     An image's values are those of a call with it alone, but for how products of another size are
-    summed: bf16's last bits, a hundredth of the values' root mean square.
+    summed: bf16's last bits, a fiftieth of the root mean square at most.
     """
     pytest.importorskip(framework)
     checkpoint = write_checkpoint(tmp_path / "qwen3", SMALL_TOWERS["qwen3_omni_moe"])
@@ -117,7 +117,7 @@ def test_both_towers(cluster, photographs, tmp_path, framework):
         ):
             assert ours.dtype == alone.dtype == "bfloat16"
             ours, alone = np.float32(ours), np.float32(alone)
-            assert relative_rms(np.float32(ours), np.float32(alone)) < 1e-2
+            assert relative_rms(np.float32(ours), np.float32(alone)) < 2e-2
 
 
 def test_killed_the_same_command_goes_on(run, cluster, photographs, checkpoint, tmp_path):

@@ -106,6 +106,14 @@ def test_what_is_refused_has_its_reason_and_the_rest_goes_on(photographs, tmp_pa
     assert stage([{"image": None}])[0]["error"] == "there is no image"
 
 
+def test_a_file_that_takes_too_much_memory_is_refused(monkeypatch):
+    def preprocess(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(patches_module, "preprocess", preprocess)
+    assert stage([{"image": b"large"}])[0]["error"] == "out of memory"
+
+
 def test_a_read_that_fails_is_tried_again(photographs, monkeypatch):
     """A bad moment of the storage costs nothing; one that lasts is a reason."""
     failures = iter([OSError(5, "Input/output error")] * 2)
