@@ -16,6 +16,7 @@ from ray.data import DataContext
 
 from flax_models.arguments import positive, rate
 from flax_models.common.config import VisionConfig
+from flax_models.common.image_config import ImageConfig
 from flax_models.common.layout import OUTPUTS
 from flax_models.ray_data import dry_run, shards
 from flax_models.ray_data.output import Output, checkpoint_hash
@@ -84,6 +85,7 @@ def _run(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in _PREPROCESSING}
     preprocessing = Preprocessing.of(options.checkpoint, **given)
     options.store = options.store or stored_dtype(options.dtype)
+    options.shard_rows = options.shard_rows or _shard_rows(options, preprocessing.images)
     output = Output(options.out, _settings(options))
     source = find_source(options.source, options.column, options.id_column)
     with _ray(options.address):
@@ -118,7 +120,7 @@ def _encode(
             shards.write_shard,
             fn_kwargs={**folders, "report": progress.report},
             batch_format="pyarrow",
-            batch_size=options.shard_rows or _shard_rows(options),
+            batch_size=options.shard_rows,
             num_cpus=0.25,
         )
         for _ in written.iter_batches(batch_size=None, batch_format="pyarrow"):
@@ -153,7 +155,7 @@ def _estimate(
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """All that the results depend on, and the versions that they may have."""
+    """All that the results depend on."""
     names = (*_PREPROCESSING, "output", "store", "framework", "column", "id_column")
     given = {name: getattr(options, name) for name in names if name != "strict"}
     return {
@@ -163,12 +165,9 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _shard_rows(options: argparse.Namespace) -> int:
+def _shard_rows(options: argparse.Namespace, images: ImageConfig) -> int:
     """How many of the largest images fit into a shard."""
     config = VisionConfig.from_pretrained(options.checkpoint)
-    images = Preprocessing.of(
-        options.checkpoint, **{name: getattr(options, name) for name in _PREPROCESSING}
-    ).images
     if options.output == "pooled":
         return shards.shard_rows(4 * config.hidden_size)
     tokens = images.max_pixels // images.patch_size**2
