@@ -50,6 +50,14 @@ SMALL_TOWERS = {
         deepstack_visual_indexes=(0, 1),
     ),
 }
+
+
+def each_family_and(name, usual, *others):
+    """Parametrize by `config` and a second name: all towers by the usual value, one by others."""
+    values = [*((family, usual) for family in SMALL_TOWERS), *(("head_dim_16", x) for x in others)]
+    return pytest.mark.parametrize(("config", name), values, indirect=["config"])
+
+
 SMALL_TOWERS |= {
     "qwen2_5_omni": replace(
         SMALL_TOWERS["head_dim_16"], model_type="qwen2_5_omni", depth=2, fullatt_block_indexes=(1,)

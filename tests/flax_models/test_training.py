@@ -24,6 +24,7 @@ from flax_models.tower import VisionTower  # noqa: E402
 from tests.pallas_kernels.no_gpu import products  # noqa: E402
 from tests.tower_checkpoints import (  # noqa: E402
     SMALL_TOWERS,
+    each_family_and,
     random_patches,
     random_tensors,
     save_hugging_face_tower,
@@ -121,7 +122,7 @@ def test_a_trainable_tower_encodes_as_the_others(config, tmp_path):
         assert relative_error(np.asarray(ours), np.asarray(theirs)) < FP32_TOLERANCE
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@each_family_and("remat", False, True)
 def test_gradients_are_hugging_faces(directory, hugging_face, remat):
     ours = gradients(load_vision_tower(directory, jnp.float32, trainable=True, remat=remat))
     assert ours.keys() == hugging_face.keys()
@@ -187,7 +188,7 @@ def test_a_step_makes_what_hugging_face_would_hold(config, directory, tmp_path):
         np.testing.assert_array_equal(tensor.numpy(), ours[name])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@each_family_and("dtype", "bfloat16", "float32", "float16")
 def test_what_is_loaded_is_saved_to_the_bit(config, tmp_path, dtype):
     write_checkpoint(tmp_path / "first", config)
     for source, target in (("first", "second"), ("second", "third")):

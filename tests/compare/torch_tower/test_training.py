@@ -21,6 +21,7 @@ from flax_models.common.weights import published_tensors  # noqa: E402
 from tests.compare.torch_tower.torch_results import numpy, tensors  # noqa: E402
 from tests.tower_checkpoints import (  # noqa: E402
     SMALL_TOWERS,
+    each_family_and,
     random_patches,
     random_tensors,
     save_hugging_face_tower,
@@ -107,7 +108,7 @@ def all_of(arrays, names):
     return np.concatenate([arrays[name].reshape(-1) for name in names])
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@each_family_and("checkpointed", False, True)
 def test_gradients_are_hugging_faces(directory, hugging_face, checkpointed):
     tower, runs = load(directory, gradient_checkpointing=checkpointed), []
     for block in tower.blocks:
@@ -239,7 +240,7 @@ def test_what_is_trained_is_what_hugging_face_would_hold(config, directory, tmp_
             assert again.item() == pytest.approx(loss_of(tower, patches_of(tower)).item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@each_family_and("dtype", "bfloat16", "float32", "float16")
 def test_what_is_loaded_is_saved_to_the_bit(config, tmp_path, dtype):
     write_checkpoint(tmp_path / "read", config, "visual.")
     save_vision_tower(load(tmp_path / "read", dtype), tmp_path / "written")
