@@ -25,6 +25,18 @@ jax.tree_util.register_dataclass(
 )
 
 
+def checked_patches(
+    config: VisionConfig, pixel_values: ArrayLike, num_tokens: int
+) -> np.ndarray | jax.Array:
+    """Patches as an array, on the host if that is where they are; errors as of `pad_patches`."""
+    if not isinstance(pixel_values, jax.Array):
+        pixel_values = np.asarray(pixel_values)
+    check_patches(config, num_tokens, pixel_values.shape)
+    if not jnp.issubdtype(pixel_values.dtype, jnp.floating):
+        raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
+    return pixel_values
+
+
 def pad_patches(
     config: VisionConfig, pixel_values: ArrayLike, layout: Layout
 ) -> np.ndarray | jax.Array:
@@ -39,12 +51,7 @@ def pad_patches(
         ValueError: `pixel_values` do not match the layout.
         TypeError: they are not floating-point.
     """
-    if not isinstance(pixel_values, jax.Array):
-        pixel_values = np.asarray(pixel_values)
-    check_patches(config, layout, pixel_values.shape)
-    if not jnp.issubdtype(pixel_values.dtype, jnp.floating):
-        raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
-    pixel_values = arrived(pixel_values)
+    pixel_values = arrived(checked_patches(config, pixel_values, layout.num_tokens))
     padding = len(layout.window_order) - len(pixel_values)
     if padding == 0:
         return pixel_values
