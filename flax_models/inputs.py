@@ -6,6 +6,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from flax_models.common.config import VisionConfig
@@ -65,25 +66,26 @@ def _pad_on_device(array: jax.Array, padding: int) -> jax.Array:
     return jnp.pad(array, ((0, padding), (0, 0)))
 
 
-_on_devices: weakref.WeakKeyDictionary[Layout, dict[jax.Device | None, Layout]]
+_on_devices: weakref.WeakKeyDictionary[Layout, dict[jax.Device | NamedSharding | None, Layout]]
 _on_devices = weakref.WeakKeyDictionary()
 
 
 def on_device(
-    patches: np.ndarray | jax.Array, layout: Layout, device: jax.Device | None
+    patches: np.ndarray | jax.Array, layout: Layout, device: jax.Device | NamedSharding | None
 ) -> tuple[jax.Array, Layout]:
-    """Padded patches and their layout with all arrays on a device, uploads waited for.
+    """Padded patches and their layout with all arrays on a device, or on several the same.
 
-    None: the default device, uncommitted. Patches that are on a device stay there.
+    Uploads are waited for. None: the default device, uncommitted. Patches that are on a device stay there.
     """
     if isinstance(patches, np.ndarray):
-        platform = jax.default_backend() if device is None else device.platform
+        devices = device.device_set if isinstance(device, NamedSharding) else {device}
+        platforms = {x.platform if x else jax.default_backend() for x in devices}
         # A copy, as JAX on a CPU would share the caller's memory and read it after the call.
-        patches = upload(patches.copy() if platform == "cpu" else patches, device)
+        patches = upload(patches.copy() if "cpu" in platforms else patches, device)
     return patches, _layout_on_device(layout, device)
 
 
-def _layout_on_device(layout: Layout, device: jax.Device | None) -> Layout:
+def _layout_on_device(layout: Layout, device: jax.Device | NamedSharding | None) -> Layout:
     """Uploaded once, and kept for as long as the layout is.
 
     `plan_layout` keeps one object per grid, but no large ones.

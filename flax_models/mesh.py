@@ -300,7 +300,7 @@ class _SummedOverDevices(nnx.Module):
 
 def _by_devices(path: Sequence[Any], value: np.ndarray, devices: int) -> np.ndarray:
     """A parameter of a block such that each device's part of every part lies together."""
-    axis, parts = _DIVIDED.get(_name(path), (0, 1))
+    _, parts = _DIVIDED.get(_name(path), (0, 1))
     if parts == 1:
         return value
     grouped = value.reshape(parts, devices, -1, *value.shape[1:])
@@ -329,7 +329,9 @@ def _check_blocks(tower: VisionTower) -> None:
             lambda block=block: type(block)(tower.config, tower.dtype)
         )
         if jax.tree.structure(made) != jax.tree.structure(block):
-            raise ValueError(f"block {index} is not as the tower was made: split it as it is loaded")
+            raise ValueError(
+                f"block {index} is not as the tower was made: split it as it is loaded"
+            )
 
 
 def _check_fused(tower: VisionTower) -> None:
