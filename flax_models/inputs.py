@@ -73,9 +73,10 @@ _on_devices = weakref.WeakKeyDictionary()
 def on_device(
     patches: np.ndarray | jax.Array, layout: Layout, device: jax.Device | NamedSharding | None
 ) -> tuple[jax.Array, Layout]:
-    """Padded patches and their layout with all arrays on a device, or on several the same.
+    """Padded patches and their layout with all arrays on a device, uploads waited for.
 
-    Uploads are waited for. None: the default device, uncommitted. Patches that are on a device stay there.
+    Or on several, the same. None: the default device, uncommitted. Patches that are on a device
+    stay there.
     """
     if isinstance(patches, np.ndarray):
         devices = device.device_set if isinstance(device, NamedSharding) else {device}

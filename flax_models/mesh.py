@@ -195,8 +195,7 @@ class ImagesOverMesh(nnx.Module):
         Args and errors are those of such a call.
 
         Returns:
-            The same, on every device of the mesh. Each number of rows compiles a small function,
-            that takes them from the padded ones.
+            The same, on every device of the mesh.
         """
         devices = self.mesh.shape[self.axis]
         shares = prepare_shares(self.tower, pixel_values, grid_thw, devices, output=output)
@@ -329,9 +328,7 @@ def _check_blocks(tower: VisionTower) -> None:
             lambda block=block: type(block)(tower.config, tower.dtype)
         )
         if jax.tree.structure(made) != jax.tree.structure(block):
-            raise ValueError(
-                f"block {index} is not as the tower was made: split it as it is loaded"
-            )
+            raise ValueError(f"block {index} is not as it was made: split a tower as it is loaded")
 
 
 def _check_fused(tower: VisionTower) -> None:

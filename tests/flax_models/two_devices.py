@@ -53,7 +53,8 @@ def check_calls(tower: VisionTower, mesh: Mesh) -> None:
         assert_equal(spread(patches, IMAGES), whole)
         # Nothing goes by way of one device, which a program might not wait for.
         with jax.transfer_guard_device_to_device("disallow"):
-            spread(patches, IMAGES)
+            again = jax.tree.leaves(spread(patches, IMAGES))
+        assert {x.devices() == set(mesh.devices.flat) for x in again} == {True}
     block = split.blocks[0].block
     for divided, axis in ((block.attn.qkv.weight, 0), (block.mlp.down.weight, 1)):
         shards = divided.get_raw_value().addressable_shards
