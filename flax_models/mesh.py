@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from flax_models.attention import Segments
@@ -92,10 +92,10 @@ def prepare_shares(
         brings each device its own.
 
     Raises:
-        ValueError: a tower with `frame_attention="cudnn"`, or less than one device.
+        ValueError: a tower with `frame_attention="cudnn"` or a split one, or less than one device.
     """
     config = tower.config
-    _check_fused(tower)
+    _check_tower(tower)
     if devices < 1:
         raise ValueError(f"devices must be at least 1, got {devices}")
     grid = as_grid(config, grid_thw)
@@ -142,9 +142,9 @@ def encode_shares(tower: VisionTower, shares: Shares, mesh: Mesh, axis: str) -> 
 
     Raises:
         ValueError: no such axis of the mesh, shares for another number of devices, or a tower with
-            `frame_attention="cudnn"`.
+            `frame_attention="cudnn"` or a split one.
     """
-    _check_fused(tower)
+    _check_tower(tower)
     if len(shares.order) != _devices(mesh, axis):
         raise ValueError(
             f"shares are for {len(shares.order)} devices, but the mesh's axis {axis!r} has "
@@ -179,9 +179,10 @@ class ImagesOverMesh(nnx.Module):
         """Bring a tower's parameters to all devices of a mesh; the tower itself stays as it is.
 
         Raises:
-            ValueError: no such axis of the mesh, or a tower with `frame_attention="cudnn"`.
+            ValueError: no such axis of the mesh, or a tower with `frame_attention="cudnn"` or a
+                split one.
         """
-        _check_fused(tower)
+        _check_tower(tower)
         _devices(mesh, axis)
         self.tower = jax.device_put(tower, NamedSharding(mesh, PartitionSpec()))
         self.mesh = mesh
@@ -219,7 +220,9 @@ def split_tower(tower: VisionTower, mesh: Mesh, axis: str) -> VisionTower:
 
     Args:
         tower: as loaded; stays as it is.
-        mesh: of any kind of axes; along others than `axis` all is the same.
+        mesh: along other axes than `axis` all is the same. The tower takes its axes for automatic
+            ones, of whatever kind they are, so that no array's type names them; a mesh that is set
+            (`jax.set_mesh`) around its calls has to have such axes.
         axis: the mesh's axis that blocks are divided along.
 
     Returns:
@@ -228,9 +231,10 @@ def split_tower(tower: VisionTower, mesh: Mesh, axis: str) -> VisionTower:
 
     Raises:
         ValueError: no such axis of the mesh, heads or MLPs that its devices cannot share evenly, a
-            tower with `frame_attention="cudnn"`, or one with other blocks than it was made with.
+            tower with `frame_attention="cudnn"`, or one with other blocks than it was made with,
+            such as an adapter's.
     """
-    _check_fused(tower)
+    _check_tower(tower)
     devices, config = _devices(mesh, axis), tower.config
     for name in ("num_heads", "aligned_intermediate_size"):
         if getattr(config, name) % devices:
@@ -239,6 +243,7 @@ def split_tower(tower: VisionTower, mesh: Mesh, axis: str) -> VisionTower:
                 f"mesh's axis {axis!r}"
             )
     _check_blocks(tower)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     split = nnx.clone(tower)
     blocks, split.blocks = split.blocks, nnx.List([])
     split = jax.device_put(split, NamedSharding(mesh, PartitionSpec()))
@@ -331,11 +336,14 @@ def _check_blocks(tower: VisionTower) -> None:
             raise ValueError(f"block {index} is not as it was made: split a tower as it is loaded")
 
 
-def _check_fused(tower: VisionTower) -> None:
+def _check_tower(tower: VisionTower) -> None:
+    """Refuse a tower that several devices cannot run, or already do."""
     if tower.frame_attention != "fused":
         raise ValueError(
             f"several devices need frame_attention='fused', got {tower.frame_attention!r}"
         )
+    if any(isinstance(block, SplitBlock) for block in tower.blocks):
+        raise ValueError("the tower is split over devices already")
 
 
 def _devices(mesh: Mesh, axis: str) -> int:

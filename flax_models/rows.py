@@ -41,7 +41,7 @@ def _through_dlpack(array: jax.Array, rows: int) -> jax.Array:
     except BufferError:
         return array[:rows]
     # DLPack knows a single CPU, of which JAX can make several devices.
-    return taken if taken.device == array.device else array[:rows]
+    return taken if taken.device == array.device else jax.device_put(taken, array.device)
 
 
 class _FirstRows:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -120,18 +121,20 @@ def check_refusals(tower: VisionTower, mesh: Mesh, directory: Path) -> None:
     one_head = load_vision_tower(write_checkpoint(directory / "one_head", config))
     shares = prepare_shares(tower, random_patches(tower.config, IMAGES), IMAGES, 3)
     split = split_tower(tower, mesh, "x")
+    adapted = nnx.clone(tower)
+    proj = adapted.blocks[0].attn.proj
+    adapted.blocks[0].attn.proj = nnx.LoRA(
+        proj.weight.shape[1], 2, proj.weight.shape[0], base_module=proj, rngs=nnx.Rngs(0)
+    )
     for message, call, *arguments in (
         ("no axis 'y', only x", ImagesOverMesh, tower, mesh, "y"),
         ("no axis 'y', only x", split_tower, tower, mesh, "y"),
         ("shares are for 3 devices, .* 'x' has 2", encode_shares, tower, shares, mesh, "x"),
         ("num_heads 1 is not divisible by the 2 devices", split_tower, one_head, mesh, "x"),
-        ("block 0 is not as it was made", split_tower, split, mesh, "x"),
-        (
-            "parameters must be those of a trainable tower",
-            save_vision_tower,
-            split,
-            directory / "s",
-        ),
+        ("is split over devices already", split_tower, split, mesh, "x"),
+        ("is split over devices already", ImagesOverMesh, split, mesh, "x"),
+        ("block 0 is not as it was made", split_tower, adapted, mesh, "x"),
+        ("must be those of a trainable tower", save_vision_tower, split, directory / "saved"),
     ):
         with pytest.raises(ValueError, match=message):
             call(*arguments)
