@@ -31,8 +31,11 @@ def home_device(weight: nnx.Param) -> jax.Device | NamedSharding | None:
     return NamedSharding(mesh, PartitionSpec()) if mesh and value.is_fully_replicated else None
 
 
-def upload(arrays: Any, device: jax.Device | NamedSharding | None) -> Any:
-    """`jax.device_put` a pytree of NumPy arrays, and wait until they are there."""
+def upload(arrays: Any, device: Any) -> Any:
+    """`jax.device_put` a pytree of arrays, and wait until they are there.
+
+    device: a device, a sharding, a pytree of them, or None, the default device.
+    """
     return arrived(jax.device_put(arrays, device))
 
 

@@ -184,7 +184,7 @@ class ImagesOverMesh(nnx.Module):
         """
         _check_tower(tower)
         _devices(mesh, axis)
-        self.tower = jax.device_put(tower, NamedSharding(mesh, PartitionSpec()))
+        self.tower = upload(tower, NamedSharding(mesh, PartitionSpec()))
         self.mesh = mesh
         self.axis = axis
 
@@ -246,7 +246,7 @@ def split_tower(tower: VisionTower, mesh: Mesh, axis: str) -> VisionTower:
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     split = nnx.clone(tower)
     blocks, split.blocks = split.blocks, nnx.List([])
-    split = jax.device_put(split, NamedSharding(mesh, PartitionSpec()))
+    split = upload(split, NamedSharding(mesh, PartitionSpec()))
     split.blocks = nnx.List([SplitBlock(block, mesh, axis) for block in blocks])
     return split
 
@@ -269,7 +269,7 @@ class SplitBlock(nnx.Module):
             lambda path, value: _by_devices(path, np.asarray(value), devices), block
         )
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), _specs(block, axis))
-        self.block = jax.device_put(grouped, shardings)
+        self.block = upload(grouped, shardings)
         self.mesh = mesh
         self.axis = axis
 
