@@ -214,9 +214,9 @@ def split_tower(tower: VisionTower, mesh: Mesh, axis: str) -> VisionTower:
     """Divide a tower's blocks among the devices of a mesh, for calls of one huge image.
 
     Each device has whole heads and whole channels of each MLP. Twice a block the devices sum what
-    they have, in fp32, which is rounded as one device's sum is; so results differ from one device's
-    by the order of sums. The rest of the tower, and the tokens between products, are the same on
-    all devices.
+    they have, in fp32. So results differ from one device's by the order of sums, and on a GPU by a
+    rounding before the residual sum, which one device's product does without. The rest of the
+    tower, and the tokens between products, are the same on all devices.
 
     Args:
         tower: as loaded; stays as it is.
