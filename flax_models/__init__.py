@@ -8,6 +8,7 @@ one of its names is first used.
   `gated` activation and `gated_product`, and of `pooling` over an image.
 - Around a pass: `inputs` and `device` bring patches there, `compiled` calls it, `rows` takes the
   images' own rows of what comes out.
+- `mesh`: a tower on several devices, whole images on each or its blocks divided.
 - `ray_data`: data sets of any size, on Ray Data.
 - `__main__`: the command line, `python -m flax_models`, with values by `arguments`.
 """

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def free_memory(weight: nnx.Param) -> int | None:
@@ -16,16 +17,25 @@ def free_memory(weight: nnx.Param) -> int | None:
     return None if limit is None else limit - statistics["bytes_in_use"]
 
 
-def home_device(weight: nnx.Param) -> jax.Device | None:
-    """The one device that a parameter is committed to; None where it may be used on any."""
+def home_device(weight: nnx.Param) -> jax.Device | NamedSharding | None:
+    """What a parameter is committed to: one device, or all of a mesh, where it is the same.
+
+    None where it may be used on any, or is divided.
+    """
     value = weight.get_raw_value()
     if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
         return None
-    return value.device if value.committed and len(value.devices()) == 1 else None
+    if not value.committed or len(value.devices()) == 1:
+        return value.device if value.committed else None
+    mesh = getattr(value.sharding, "mesh", None)
+    return NamedSharding(mesh, PartitionSpec()) if mesh and value.is_fully_replicated else None
 
 
-def upload(arrays: Any, device: jax.Device | None) -> Any:
-    """`jax.device_put` a pytree of NumPy arrays, and wait until they are there."""
+def upload(arrays: Any, device: Any) -> Any:
+    """`jax.device_put` a pytree of arrays, and wait until they are there.
+
+    device: a device, a sharding, a pytree of them, or None, the default device.
+    """
     return arrived(jax.device_put(arrays, device))
 
 

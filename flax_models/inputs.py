@@ -6,6 +6,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from flax_models.common.config import VisionConfig
@@ -25,6 +26,18 @@ jax.tree_util.register_dataclass(
 )
 
 
+def checked_patches(
+    config: VisionConfig, pixel_values: ArrayLike, num_tokens: int
+) -> np.ndarray | jax.Array:
+    """Patches as an array, on the host if that is where they are; errors as of `pad_patches`."""
+    if not isinstance(pixel_values, jax.Array):
+        pixel_values = np.asarray(pixel_values)
+    check_patches(config, num_tokens, pixel_values.shape)
+    if not jnp.issubdtype(pixel_values.dtype, jnp.floating):
+        raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
+    return pixel_values
+
+
 def pad_patches(
     config: VisionConfig, pixel_values: ArrayLike, layout: Layout
 ) -> np.ndarray | jax.Array:
@@ -39,12 +52,7 @@ def pad_patches(
         ValueError: `pixel_values` do not match the layout.
         TypeError: they are not floating-point.
     """
-    if not isinstance(pixel_values, jax.Array):
-        pixel_values = np.asarray(pixel_values)
-    check_patches(config, layout, pixel_values.shape)
-    if not jnp.issubdtype(pixel_values.dtype, jnp.floating):
-        raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
-    pixel_values = arrived(pixel_values)
+    pixel_values = arrived(checked_patches(config, pixel_values, layout.num_tokens))
     padding = len(layout.window_order) - len(pixel_values)
     if padding == 0:
         return pixel_values
@@ -58,25 +66,27 @@ def _pad_on_device(array: jax.Array, padding: int) -> jax.Array:
     return jnp.pad(array, ((0, padding), (0, 0)))
 
 
-_on_devices: weakref.WeakKeyDictionary[Layout, dict[jax.Device | None, Layout]]
+_on_devices: weakref.WeakKeyDictionary[Layout, dict[jax.Device | NamedSharding | None, Layout]]
 _on_devices = weakref.WeakKeyDictionary()
 
 
 def on_device(
-    patches: np.ndarray | jax.Array, layout: Layout, device: jax.Device | None
+    patches: np.ndarray | jax.Array, layout: Layout, device: jax.Device | NamedSharding | None
 ) -> tuple[jax.Array, Layout]:
     """Padded patches and their layout with all arrays on a device, uploads waited for.
 
-    None: the default device, uncommitted. Patches that are on a device stay there.
+    Or on several, the same. None: the default device, uncommitted. Patches that are on a device
+    stay there.
     """
     if isinstance(patches, np.ndarray):
-        platform = jax.default_backend() if device is None else device.platform
+        devices = device.device_set if isinstance(device, NamedSharding) else {device}
+        platforms = {x.platform if x else jax.default_backend() for x in devices}
         # A copy, as JAX on a CPU would share the caller's memory and read it after the call.
-        patches = upload(patches.copy() if platform == "cpu" else patches, device)
+        patches = upload(patches.copy() if "cpu" in platforms else patches, device)
     return patches, _layout_on_device(layout, device)
 
 
-def _layout_on_device(layout: Layout, device: jax.Device | None) -> Layout:
+def _layout_on_device(layout: Layout, device: jax.Device | NamedSharding | None) -> Layout:
     """Uploaded once, and kept for as long as the layout is.
 
     `plan_layout` keeps one object per grid, but no large ones.

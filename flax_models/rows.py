@@ -18,13 +18,17 @@ def first_rows(array: jax.Array, rows: int) -> jax.Array:
         rows: from 1 to the array's own.
 
     Returns:
-        `array[:rows]`. Of an array on one CPU or GPU it shares the memory, all of which lives as
-        long as the result does. That of an array on one device is committed to it, as what comes
-        through DLPack is, so that no number of rows behaves unlike another.
+        `array[:rows]`. Of an array that CPUs or GPUs hold whole it shares the memory, all of which
+        lives as long as the result does. That of an array on one device is committed to it, as what
+        comes through DLPack is, so that no number of rows behaves unlike another.
     """
     whole = rows == array.shape[0]
-    if isinstance(array, jax.core.Tracer) or len(array.devices()) > 1:
+    if isinstance(array, jax.core.Tracer) or not array.is_fully_replicated:
         return array if whole else array[:rows]
+    if len(array.devices()) > 1:
+        shape, copies = (rows, *array.shape[1:]), (x.data for x in array.addressable_shards)
+        taken = [first_rows(copy, rows) for copy in copies]
+        return jax.make_array_from_single_device_arrays(shape, array.sharding, taken)
     taken = array if whole else _through_dlpack(array, rows)
     return taken if taken.committed else jax.device_put(taken, array.device)
 
@@ -37,7 +41,7 @@ def _through_dlpack(array: jax.Array, rows: int) -> jax.Array:
     except BufferError:
         return array[:rows]
     # DLPack knows a single CPU, of which JAX can make several devices.
-    return taken if taken.device == array.device else array[:rows]
+    return taken if taken.device == array.device else jax.device_put(taken, array.device)
 
 
 class _FirstRows:

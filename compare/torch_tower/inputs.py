@@ -29,7 +29,7 @@ def patches_tensor(
     """
     if not isinstance(pixel_values, torch.Tensor):
         pixel_values = as_tensor(np.asarray(pixel_values))
-    check_patches(config, layout, pixel_values.shape)
+    check_patches(config, layout.num_tokens, pixel_values.shape)
     if not pixel_values.is_floating_point():
         raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
     on_host = device.type == "cuda" and not pixel_values.is_cuda

@@ -121,13 +121,13 @@ def inverse_frequencies(config: VisionConfig) -> np.ndarray:
     return np.float32(1) / np.float32(config.rope_theta) ** exponents
 
 
-def check_patches(config: VisionConfig, layout: Layout, shape: Sequence[int]) -> None:
-    """Check the shape of pixel_values, before padding, against the layout of their grid.
+def check_patches(config: VisionConfig, num_tokens: int, shape: Sequence[int]) -> None:
+    """Check the shape of pixel_values, before padding, against the patches of their grid.
 
     Raises:
-        ValueError: it is not [layout.num_tokens, config.patch_dim].
+        ValueError: it is not [num_tokens, config.patch_dim].
     """
-    expected = (layout.num_tokens, config.patch_dim)
+    expected = (num_tokens, config.patch_dim)
     if tuple(shape) != expected:
         raise ValueError(
             f"pixel_values must be {list(expected)}, a row for each patch of grid_thw, "

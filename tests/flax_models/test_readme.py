@@ -28,9 +28,9 @@ def test_the_examples_run_and_agree(tmp_path, monkeypatch, family):
         for example in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
         if "from flax_models" in example or "output=" in example
     ]
-    # A call, the same once more, a video, other outputs, a jit of one's own, a step of training, an
-    # exported program.
-    assert len(examples) == 7
+    # A call, the same once more, a video, other outputs, a jit of one's own, several devices, a
+    # step of training, an exported program.
+    assert len(examples) == 8
     monkeypatch.chdir(tmp_path)
     write_checkpoint(Path("path/to/Qwen2.5-VL-7B-Instruct"), SMALL_TOWERS[family])
     frames = np.random.default_rng(0).integers(0, 256, (4, 60, 90, 3), np.uint8)
