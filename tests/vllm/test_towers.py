@@ -1,0 +1,98 @@
+"""vLLM's towers with the plugin, against vLLM's own and Hugging Face's."""
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
+
+from tests.vllm import checkpoints
+from triton_kernels.integrations import vllm as plugin
+
+GRIDS = [[1, 8, 8], [2, 6, 10], [1, 2, 2]]  # an image of whole windows, a clip of cut ones
+
+
+class Case:
+    """A checkpoint, Hugging Face's tower of it, and vLLM's as often as it is asked for."""
+
+    def __init__(self, family, folder):
+        self.theirs = checkpoints.save(family, folder).model.visual
+        arguments = EngineArgs(
+            model=str(folder), dtype="float32", enforce_eager=True, max_model_len=128
+        )
+        self.config = arguments.create_engine_config()
+        channels = self.theirs.config.patch_size**2 * 3 * self.theirs.config.temporal_patch_size
+        torch.manual_seed(1)
+        tokens = sum(t * h * w for t, h, w in GRIDS)
+        self.pixels = torch.randint(0, 256, (tokens, channels)).float()
+
+    def build(self):
+        self.config.compilation_config.static_forward_context.clear()
+        with set_current_vllm_config(self.config):
+            return get_model(vllm_config=self.config).visual
+
+    @torch.inference_mode()
+    def run(self, tower):
+        with set_current_vllm_config(self.config):
+            return tower(self.pixels, GRIDS)
+
+    @torch.inference_mode()
+    def expected(self, tower):
+        x = tower.input_norm(self.pixels, torch.float32)  # from 0.32 on part of the tower
+        found = self.theirs(x, torch.tensor(GRIDS))
+        deep = getattr(found, "deepstack_features", None) or []  # vLLM has them in further columns
+        return torch.cat([found.pooler_output, *deep], dim=-1)
+
+
+@pytest.fixture(scope="module", params=checkpoints.FAMILIES)
+def case(request, process, tmp_path_factory):
+    return Case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Which operations are called."""
+    called = []
+    for name in ("fused_rope_attention", "fused_rope_attention_qkvpacked"):
+        own = getattr(plugin, name)
+
+        def noted(*tensors, own=own, name=name, **options):
+            called.append(name)
+            return own(*tensors, **options)
+
+        monkeypatch.setattr(plugin, name, noted)
+    return called
+
+
+def error(result, expected):
+    return float((result - expected).norm() / expected.norm())
+
+
+def test_a_tower_gives_what_vllm_and_hugging_face_have(case, lines, calls):
+    own = case.build()
+    before = case.run(own)
+    assert not calls
+    plugin.register()
+    result = case.run(case.build())
+    assert len(calls) == 3
+    assert len(set(calls)) == 1
+    assert error(result, before) < 1e-5
+    assert error(result, case.expected(own)) < 1e-5
+    assert torch.equal(case.run(own), before)  # built before, and left alone
+    assert len(calls) == 3
+    plugin.unregister()
+    assert torch.equal(case.run(case.build()), before)
+
+
+def test_weights_that_are_loaded_again(case, lines):
+    plugin.register()
+    tower = case.build()
+    before = case.run(tower)
+    weights = {name: p.detach().clone() for name, p in tower.named_parameters()}
+    with torch.no_grad():
+        for p in tower.parameters():
+            p.mul_(0.9)
+        assert error(case.run(tower), before) > 1e-3
+        for name, p in tower.named_parameters():
+            p.copy_(weights[name])
+    assert torch.equal(case.run(tower), before)
