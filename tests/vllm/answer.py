@@ -12,16 +12,16 @@ START, END = "<|vision_start|>", "<|vision_end|>"
 IMAGE, VIDEO = f"{START} <|image_pad|> {END}", f"{START} <|video_pad|> {END}"
 
 
-def main(checkpoint, file):
+def main(checkpoint, file, options="{}"):
     llm = LLM(
         checkpoint,
         dtype="float32",
-        enforce_eager=True,
         max_model_len=256,
         max_num_seqs=2,
         limit_mm_per_prompt={"image": 2, "video": 1},
         mm_processor_cache_gb=0,
         enable_prefix_caching=False,
+        **{"enforce_eager": True} | json.loads(options),
     )
     values = np.random.default_rng(0)
     images = [values.integers(0, 256, (h, w, 3), np.uint8) for h, w in ((112, 84), (56, 140))]
@@ -37,8 +37,8 @@ def main(checkpoint, file):
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
     outputs = [answer.outputs[0] for answer in llm.generate(prompts, greedy)]
     tokens = [list(output.token_ids) for output in outputs]
-    logits = [[p.logprob for token in output.logprobs for p in token.values()] for output in outputs]
-    Path(file).write_text(json.dumps({"tokens": tokens, "logprobs": logits}))
+    found = [p.logprob for out in outputs for token in out.logprobs for p in token.values()]
+    Path(file).write_text(json.dumps([tokens, found]))
 
 
 if __name__ == "__main__":

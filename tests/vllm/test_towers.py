@@ -2,49 +2,13 @@
 
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader import get_model
 
-from tests.vllm import checkpoints
+from tests.vllm.checkpoints import FAMILIES
+from tests.vllm.towers import Case, error
 from triton_kernels.integrations import vllm as plugin
 
-GRIDS = [[1, 8, 8], [2, 6, 10], [1, 2, 2]]  # an image of whole windows, a clip of cut ones
 
-
-class Case:
-    """A checkpoint, Hugging Face's tower of it, and vLLM's as often as it is asked for."""
-
-    def __init__(self, family, folder):
-        self.theirs = checkpoints.save(family, folder).model.visual
-        arguments = EngineArgs(
-            model=str(folder), dtype="float32", enforce_eager=True, max_model_len=128
-        )
-        self.config = arguments.create_engine_config()
-        channels = self.theirs.config.patch_size**2 * 3 * self.theirs.config.temporal_patch_size
-        torch.manual_seed(1)
-        tokens = sum(t * h * w for t, h, w in GRIDS)
-        self.pixels = torch.randint(0, 256, (tokens, channels)).float()
-
-    def build(self):
-        self.config.compilation_config.static_forward_context.clear()
-        with set_current_vllm_config(self.config):
-            return get_model(vllm_config=self.config).visual
-
-    @torch.inference_mode()
-    def run(self, tower):
-        with set_current_vllm_config(self.config):
-            return tower(self.pixels, GRIDS)
-
-    @torch.inference_mode()
-    def expected(self, tower):
-        x = tower.input_norm(self.pixels, torch.float32)  # from 0.32 on part of the tower
-        found = self.theirs(x, torch.tensor(GRIDS))
-        deep = getattr(found, "deepstack_features", None) or []  # vLLM has them in further columns
-        return torch.cat([found.pooler_output, *deep], dim=-1)
-
-
-@pytest.fixture(scope="module", params=checkpoints.FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES)
 def case(request, process, tmp_path_factory):
     return Case(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -62,10 +26,6 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(plugin, name, noted)
     return called
-
-
-def error(result, expected):
-    return float((result - expected).norm() / expected.norm())
 
 
 def test_a_tower_gives_what_vllm_and_hugging_face_have(case, lines, calls):

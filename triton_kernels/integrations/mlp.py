@@ -106,9 +106,7 @@ def _aligned(width: int, itemsize: int) -> int:
     return -(-width // unit) * unit
 
 
-def aligned_operands(
-    x: torch.Tensor, *weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def aligned_operands(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_aligned_operands`, by the operator where the call would be missed.
 
     That is slower to call.

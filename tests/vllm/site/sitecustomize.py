@@ -1,7 +1,7 @@
-"""Lets a CPU build of PyTorch and torchvision's CUDA build, the only one to be had, live together.
+"""Lets PyTorch for CPUs and torchvision for CUDA, the only one to be had, live together.
 
-Python imports it at the start of each process, vLLM's workers among them, by PYTHONPATH. torchvision
-tells PyTorch's tracers about its operators, which are not there as its library can't be loaded.
+Python imports it at the start of each process, vLLM's workers among them, by PYTHONPATH.
+torchvision tells tracers of its operators, which are not there, as its library can't be loaded.
 """
 
 import importlib.util
