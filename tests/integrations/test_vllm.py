@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from triton_kernels.integrations import mlp
 from triton_kernels.integrations import vllm as plugin
 
 ROOT = Path(__file__).parents[2]
@@ -224,6 +226,17 @@ def test_a_compiled_encoder_is_not_traced_into_the_bound():
     compiled = torch.compile(Bare(), backend="eager", fullgraph=True)(*arguments)
     torch.testing.assert_close(compiled, plugin._attend(*arguments, 0.3))
     torch.library.opcheck(plugin._operator, (*arguments, 0.3))
+
+
+def test_operands_of_gate_and_up_that_are_one_tensor(aligned):
+    torch.manual_seed(0)
+    x, merged, bias, down = (torch.randn(n) for n in ((9, 16), (120, 16), (120,), (16, 60)))
+    (gate, up), (gate_bias, up_bias) = merged.chunk(2), bias.chunk(2)
+    hidden, weight = mlp.aligned_operands(x, gate, gate_bias, up, up_bias.clone(), down)
+    expected = F.silu(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias)
+    torch.testing.assert_close(hidden @ weight.T, expected @ down.T)
+    assert hidden.shape[1] * hidden.itemsize % 128 == 0
+    assert torch.cuda.is_available() or "kernel" in aligned
 
 
 def run(code, *path):

@@ -31,8 +31,7 @@ __all__ = ["register", "unregister"]
 
 VARIABLE = "FUSED_ROPE_VLLM"
 PARTS = ("attention", "norm", "mlp")
-_MODELS = "vllm.model_executor.models"
-_LAYERS = "vllm.model_executor.layers"
+_ALL = ("", "1")
 
 # Of what is replaced, and of what it calls. A comment says from which version of vLLM on.
 FINGERPRINTS = {
@@ -57,8 +56,7 @@ def register() -> None:
     variable FUSED_ROPE_VLLM says is replaced: "0" nothing, "attention,norm,mlp" or some of them
     those, unset all. It raises nothing: what can't be replaced is left to vLLM.
     """
-    parts = _parts()
-    if not parts or _finder in sys.meta_path:
+    if not _parts() or _finder in sys.meta_path:
         return
     sys.meta_path.insert(0, _finder)
     for name in _CHANGES:
@@ -80,7 +78,7 @@ def unregister() -> None:
 
 def _parts() -> tuple[str, ...]:
     asked = os.environ.get(VARIABLE, "")
-    if asked in ("", "1"):
+    if asked in _ALL:
         return PARTS
     names = [] if asked == "0" else [name.strip() for name in asked.split(",")]
     unknown = [name for name in names if name not in PARTS]
@@ -105,12 +103,7 @@ class _Finder(MetaPathFinder):
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
-
-            def execute_and_change(module: ModuleType) -> None:
-                execute(module)
-                _change(module)
-
-            spec.loader.exec_module = execute_and_change
+            spec.loader.exec_module = lambda module: (execute(module), _change(module))
         return spec
 
 
@@ -148,6 +141,10 @@ def _after_init(cls: type[nn.Module], look: Callable[[nn.Module], None]) -> None
     _set(cls, "__init__", init)
 
 
+def _of_vllm(name: str) -> ModuleType:
+    return importlib.import_module(f"vllm.{name}")
+
+
 def _is_known(part: str, cls: type, *functions: Callable) -> bool:
     """Whether a part is asked for, can run here, and its code is what was tested."""
     if part not in _parts():
@@ -169,12 +166,11 @@ def fingerprint(*functions: Callable) -> str:
 
 def _unfit_process() -> str | None:
     """Why nothing may be replaced in this process; None where it may."""
-    envs = importlib.import_module("vllm.envs")
-    platform = importlib.import_module("vllm.platforms").current_platform
-    if getattr(envs, "VLLM_BATCH_INVARIANT", False):
+    platform = _of_vllm("platforms").current_platform
+    if getattr(_of_vllm("envs"), "VLLM_BATCH_INVARIANT", False):
         return "VLLM_BATCH_INVARIANT is on"
-    if platform.is_cpu() and os.environ.get(VARIABLE, "1") != "1":
-        return None  # by its name, for tests: it gains nothing there
+    if platform.is_cpu() and os.environ.get(VARIABLE, "") not in _ALL:
+        return None  # by its parts' names, for tests: it gains nothing there
     if not platform.is_cuda() or not platform.has_device_capability(80):
         return "it needs an NVIDIA GPU of compute capability 8.0 or higher"
     return None
@@ -248,7 +244,7 @@ def _replace_attention(cls: type[nn.Module], forward: Callable[..., torch.Tensor
 def _judge_attention(attention: nn.Module) -> None:
     """Note whether an attention's settings are those of ours."""
     inner = attention.attn
-    expected = importlib.import_module(f"{_LAYERS}.attention").MMEncoderAttention
+    expected = _of_vllm("model_executor.layers.attention").MMEncoderAttention
     heads, head_dim, backend = inner.num_heads, inner.head_size, inner.attn_backend.name
     reason = None
     if type(inner) is not expected:
@@ -311,13 +307,13 @@ def _bound(max_seqlen: torch.Tensor | int | None) -> int | None:
 
 
 def _change_norms(module: ModuleType) -> None:
-    cls = importlib.import_module(f"{_LAYERS}.layernorm").RMSNorm
-    custom = importlib.import_module("vllm.model_executor.custom_op").CustomOp
+    cls = _of_vllm("model_executor.layers.layernorm").RMSNorm
+    custom = _of_vllm("model_executor.custom_op").CustomOp
     if not _is_known("norm", cls, cls.forward_native, cls.forward_cuda, custom.forward):
         return
-    ops = importlib.import_module("vllm.ir").ops
-    alone, with_sum = (op.impls.get("vllm_c") for op in (ops.rms_norm, ops.fused_add_rms_norm))
-    if not all(kernel is not None and kernel.supported for kernel in (alone, with_sum)):
+    ops = _of_vllm("ir").ops
+    alone, with_sum = (op.impls["vllm_c"] for op in (ops.rms_norm, ops.fused_add_rms_norm))
+    if not (alone.supported and with_sum.supported):
         _say("leaves the norms to vLLM, whose own kernels are not there")
         return
 
@@ -332,8 +328,7 @@ def _change_norms(module: ModuleType) -> None:
 
     def use_kernels(tower: nn.Module) -> None:
         for norm in tower.modules():
-            plain = type(norm) is cls and norm.has_weight and norm.variance_size_override is None
-            if plain:
+            if type(norm) is cls and norm.has_weight and norm.variance_size_override is None:
                 norm._forward_method = functools.partial(normalize, norm)
 
     _after_init(module.Qwen2_5_VisionTransformer, use_kernels)
@@ -343,17 +338,17 @@ def _change_norms(module: ModuleType) -> None:
 def _change_mlp(module: ModuleType) -> None:
     cls = module.Qwen2_5_VisionMLP
     own = cls.forward
-    linear = importlib.import_module(f"{_LAYERS}.linear")
-    activation = importlib.import_module(f"{_LAYERS}.activation").SiluAndMul
+    linear = _of_vllm("model_executor.layers.linear")
+    activation = _of_vllm("model_executor.layers.activation").SiluAndMul
     up_class, down_class = linear.MergedColumnParallelLinear, linear.RowParallelLinear
     functions = own, up_class.forward, down_class.forward, activation.forward_native
     if not _is_known("mlp", cls, *functions):
         return
-    platform = importlib.import_module("vllm.platforms").current_platform
+    platform = _of_vllm("platforms").current_platform
     if not platform.is_device_capability(90):
         _say("leaves the MLPs to vLLM: theirs was measured on Hopper GPUs")
         return
-    reduce = importlib.import_module("vllm.distributed").tensor_model_parallel_all_reduce
+    reduce = _of_vllm("distributed").tensor_model_parallel_all_reduce
     forwards = {c: c.forward for c in (up_class, down_class, activation)}
 
     def parameters(mlp: nn.Module, x: torch.Tensor) -> list[torch.Tensor] | None:
@@ -367,15 +362,15 @@ def _change_mlp(module: ModuleType) -> None:
         held = up.weight, up.bias, down.weight, down.bias
         if any(p is None or p.dtype != x.dtype or p.device != x.device for p in held):
             return None
-        weights, biases = up.weight.chunk(2), up.bias.chunk(2)
-        return [weights[0], biases[0], weights[1], biases[1], down.weight, down.bias]
+        (gate, up_weight), (gate_bias, up_bias) = (p.data.chunk(2) for p in held[:2])
+        up_bias = up_bias.clone()  # at an address of whole 16 bytes, as the prepared launch has it
+        return [gate, gate_bias, up_weight, up_bias, down.weight.data, down.bias]
 
     @functools.wraps(own)
     def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
         down = self.down_proj
         misaligned = is_misaligned(x, down.input_size_per_partition)
-        held = parameters(self, x) if misaligned else None
-        if held is None:
+        if not misaligned or (held := parameters(self, x)) is None:
             return own(self, x)
         *operands, bias = held
         product = aligned_operands(x.reshape(-1, x.shape[-1]), *operands)
@@ -401,7 +396,7 @@ def _change_compile_cache(module: ModuleType) -> None:
 
 
 _CHANGES = {
-    f"{_MODELS}.qwen2_vl": (_change_separate_attention,),
-    f"{_MODELS}.qwen2_5_vl": (_change_packed_attention, _change_norms, _change_mlp),
+    "vllm.model_executor.models.qwen2_vl": (_change_separate_attention,),
+    "vllm.model_executor.models.qwen2_5_vl": (_change_packed_attention, _change_norms, _change_mlp),
     "vllm.compilation.caching": (_change_compile_cache,),
 }
