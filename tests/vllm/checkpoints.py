@@ -61,6 +61,8 @@ def save(family: str, folder: Path) -> torch.nn.Module:
     config = getattr(transformers, f"{family}Config")(
         text_config=TEXT, vision_config=FAMILIES[family], tie_word_embeddings=False, **IDS
     )
+    if family == "Qwen3VL":
+        config.text_config.architectures = ["Qwen3ForCausalLM"]  # vLLM asks, on a CPU
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     for name, p in model.named_parameters():  # so large that attention, and the image, count

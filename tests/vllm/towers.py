@@ -29,15 +29,20 @@ class Case:
         with set_current_vllm_config(self.config):
             return get_model(vllm_config=self.config).visual
 
+    def inputs(self, tower):
+        """What vLLM's tower takes, and Hugging Face's of the same: from 0.32 on it normalises."""
+        if hasattr(tower, "input_norm"):
+            return self.pixels, tower.input_norm(self.pixels, torch.float32)
+        return (self.pixels / 127.5 - 1,) * 2
+
     @torch.inference_mode()
     def run(self, tower):
         with set_current_vllm_config(self.config):
-            return tower(self.pixels, GRIDS)
+            return tower(self.inputs(tower)[0], GRIDS)
 
     @torch.inference_mode()
     def expected(self, tower):
-        x = tower.input_norm(self.pixels, torch.float32)  # from 0.32 on part of the tower
-        found = self.theirs(x, torch.tensor(GRIDS))
+        found = self.theirs(self.inputs(tower)[1], torch.tensor(GRIDS))
         deep = getattr(found, "deepstack_features", None) or []  # vLLM has them in further columns
         return torch.cat([found.pooler_output, *deep], dim=-1)
 
