@@ -115,7 +115,9 @@ def test_registering_twice_changes_once(known):
     changed = cls.forward
     plugin.register()
     assert cls.forward is changed
-    assert sum("replaces the attention" in line for line in lines) == 1
+    assert sys.meta_path.count(plugin._finder) == 1
+    (line,) = lines
+    assert "replaces the attention of Qwen2VisionAttention" in line
     plugin.unregister()
     assert (cls.forward, cls.__init__) == own
     assert not hasattr(cls, "is_fused")
@@ -208,6 +210,12 @@ def test_compiled_encoders_with_and_without_are_kept_apart(lines, tmp_path):
     assert caching.aot_compile_hash_factors("c") == ["c", "FUSED_ROPE_VLLM=attention,norm,mlp"]
     plugin.unregister()
     assert caching.aot_compile_hash_factors("c") == ["c"]
+
+
+@pytest.mark.parametrize("said", [None, 0, torch.tensor(0)])
+def test_a_bound_of_nothing_is_none(said):
+    assert plugin._bound(said) is None
+    assert plugin._bound(torch.tensor(64)) == 64
 
 
 class Bare(nn.Module):
