@@ -270,12 +270,26 @@ def test_something_that_stands_in_for_vllm_is_no_place_to_look(tmp_path):
     run("import sys; sys.modules['vllm'] = type(sys)('vllm'); import triton_kernels", tmp_path)
 
 
+ENTER = "import fused_rope_attention_vllm; fused_rope_attention_vllm.register()"
+
+
 def test_another_package_of_the_name_is_told_of(tmp_path):
-    (tmp_path / "triton_kernels").mkdir()
-    (tmp_path / "triton_kernels/__init__.py").write_text("")
-    said = run("import fused_rope_attention_vllm; fused_rope_attention_vllm.register()", tmp_path)
-    assert f"imported, from {tmp_path / 'triton_kernels'}" in said
-    assert len(said.splitlines()) == 1
+    other = tmp_path / "triton_kernels/__init__.py"
+    other.parent.mkdir()
+    other.write_text("")
+    (line,) = run(ENTER, tmp_path).splitlines()
+    assert f"is imported, from {other}, which" in line
+
+
+def test_entering_starts_no_cuda(tmp_path):  # vLLM forks processes after it
+    run(f"{ENTER}; import torch; assert not torch.cuda.is_initialized()", tmp_path)
+
+
+def test_vllm_starts_where_triton_is_missing(tmp_path):
+    (tmp_path / "triton.py").write_text("raise ImportError('none for this machine')")
+    (line,) = run(ENTER, tmp_path).splitlines()
+    assert "off, as ImportError" in line
+    assert "none for this machine" in line
 
 
 def test_vllm_finds_the_plugin(lines):

@@ -286,10 +286,8 @@ def _attend(
     scale: float,
 ) -> torch.Tensor:
     # Not remembered in fp32: the same tensors come with other values when a CUDA graph is replayed.
-    bound = _bound(max_seqlen)
-    return fused_rope_attention_qkvpacked(
-        qkv, cos.float(), sin.float(), cu_seqlens, max_seqlen=bound, scale=scale
-    )
+    cos, sin, bound = cos.float(), sin.float(), _bound(max_seqlen)
+    return fused_rope_attention_qkvpacked(qkv, cos, sin, cu_seqlens, max_seqlen=bound, scale=scale)
 
 
 # A compiled encoder must not be traced into where the bound is read.
@@ -344,8 +342,7 @@ def _change_mlp(module: ModuleType) -> None:
     functions = own, up_class.forward, down_class.forward, activation.forward_native
     if not _is_known("mlp", cls, *functions):
         return
-    platform = _of_vllm("platforms").current_platform
-    if not platform.is_device_capability(90):
+    if not _of_vllm("platforms").current_platform.is_device_capability(90):
         _say("leaves the MLPs to vLLM: theirs was measured on Hopper GPUs")
         return
     reduce = _of_vllm("distributed").tensor_model_parallel_all_reduce
