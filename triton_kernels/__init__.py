@@ -13,10 +13,15 @@
   `fuse="auto"` means) by the `table` in `launches.json`, `plan` (all launches of a call), `launch`
   (one of them), `backward` (those of the gradients), `fast_path` (what is remembered, and the way
   around PyTorch's dispatcher), `descriptors` of tensors for the copy engine, `rotate_in_order`.
-- `integrations`, for Hugging Face's models, and the recorder of CUDA graphs.
+- `integrations`, for Hugging Face's models and vLLM's, and the recorder of CUDA graphs.
 
 `pallas_kernels` is its twin: the same rooms, and the same names for the same things.
+
+Triton has a package of this name too, of other modules, which vLLM brings along and looks for here.
 """
+
+import importlib.util as _util
+from pathlib import Path as _Path
 
 try:
     import torch as _torch  # noqa: F401
@@ -30,6 +35,14 @@ from triton_kernels import operators as _operators  # noqa: F401  registers them
 from triton_kernels.attention import fused_rope_attention, fused_rope_attention_qkvpacked
 from triton_kernels.checks import check_cu_seqlens
 from triton_kernels.reference import rope_attention_reference
+
+try:
+    _vllm = _util.find_spec("vllm")  # imports nothing
+except ValueError:  # something stands in for it
+    _vllm = None
+for _place in (_vllm and _vllm.submodule_search_locations) or ():
+    if (_neighbour := _Path(_place, "third_party", "triton_kernels")).is_dir():
+        __path__.append(str(_neighbour))
 
 __all__ = [
     "check_cu_seqlens",

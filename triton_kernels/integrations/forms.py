@@ -110,7 +110,7 @@ def fingerprint(forward: Callable[..., Any]) -> str | None:
     """
     functions = [f for f in _functions(forward) if not hasattr(f, "__wrapped__")]
     try:
-        texts = [_text(f.__code__) for f in functions if _home(f).startswith(_MODELS)]
+        texts = [text_of(f.__code__) for f in functions if _home(f).startswith(_MODELS)]
     except (SyntaxError, ValueError):
         return None
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
@@ -145,7 +145,12 @@ def _names(code: CodeType) -> set[str]:
 
 
 @functools.cache
-def _text(code: CodeType) -> str:
+def text_of(code: CodeType) -> str:
+    """What a function says, without decorators, docstrings and annotations.
+
+    Raises:
+        SyntaxError, ValueError: there is no source to read.
+    """
     # inspect.getsource would look through all modules for the one of the file.
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
     (tree,) = ast.parse(textwrap.dedent("".join(inspect.getblock(lines)))).body

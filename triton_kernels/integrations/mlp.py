@@ -63,9 +63,7 @@ class AlignedMLP(StandIn):
         weight, bias = down
         operands = self._operands(x, weight, bias)
         if operands is not None:
-            # The operator is slower to call: it is for who would miss the call.
-            find = _aligned_operands if goes_unseen((x,)) else _operator
-            return F.linear(*find(*operands), bias)
+            return F.linear(*aligned_operands(*operands), bias)
         hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
         return F.linear(_filled(hidden, weight), _filled(weight, weight), bias)
 
@@ -106,6 +104,15 @@ def aligned_width(weight: torch.Tensor) -> int:
 def _aligned(width: int, itemsize: int) -> int:
     unit = _STORED // itemsize
     return -(-width // unit) * unit
+
+
+def aligned_operands(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_aligned_operands`, by the operator where the call would be missed.
+
+    That is slower to call.
+    """
+    find = _aligned_operands if goes_unseen((x,)) else _operator
+    return find(x, *weights)
 
 
 def _aligned_operands(
