@@ -141,7 +141,7 @@ class GradientContract:
             ("float16", 24, 22, (3, 140), False, {}),
             ("float32", 80, None, (33, 5), False, {}),
             ("float32", 8, 6, (12, 70, 1), True, {}),
-            ("bfloat16", 24, None, (3, 140), False, {"heads": 4, "group": 2}),
+            ("bfloat16", 24, None, (3, 140), False, {"heads": 2, "group": 2}),
             ("bfloat16", 16, None, (140, 3), False, {"heads": 2, "group": 2, "norms": "qk"}),
         ],
         ids=str,
