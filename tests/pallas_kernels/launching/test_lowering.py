@@ -111,17 +111,17 @@ def test_gradients(gpu, dtype, head_dim, rotary_dim, max_seqlen, packed):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "rotary_dim", "packed"),
+    ("dtype", "head_dim", "rotary_dim", "packed", "batch_invariant"),
     [
-        (jnp.bfloat16, 80, None, True),
-        (jnp.bfloat16, 72, 70, False),
-        (jnp.float16, 256, 128, False),
-        (jnp.float16, 128, None, True),
-        (jnp.float32, 8, None, True),
-        (jnp.float32, 256, None, True),
+        (jnp.bfloat16, 80, None, True, False),
+        (jnp.bfloat16, 80, None, True, True),
+        (jnp.bfloat16, 72, 70, False, True),
+        (jnp.float16, 256, 128, False, False),
+        (jnp.float16, 128, None, True, False),
+        (jnp.float32, 8, None, True, False),
+        (jnp.float32, 256, None, True, False),
     ],
 )
-@pytest.mark.parametrize("batch_invariant", [False, True])
 def test_gradients_of_long_segments(gpu, dtype, head_dim, rotary_dim, packed, batch_invariant):
     """By two kernels behind those of the result, each behind its rotations."""
     options = {"packed": packed, "max_seqlen": STREAM, "through": gradients, "fuse": "none"}
