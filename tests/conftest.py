@@ -1,5 +1,6 @@
 """What holds for all tests: the frameworks' environment, the `gpu` marker, hypothesis' profile."""
 
+import collections
 import importlib.metadata
 import importlib.util
 import os
@@ -54,8 +55,21 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # but as below
+
+
 def pytest_collection_modifyitems(items):
-    """Skip what needs more GPUs than there are; a framework without CUDA: see its folder."""
+    """Of several processes none is to be left alone with the longest class at the end: what takes
+    long begins first. A mark counts for as many tests as take its time.
+
+    Skip what needs more GPUs than there are; a framework without CUDA: see its folder.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        tests = collections.Counter()
+        for item in items:
+            tests[_scope(item)] += 20 if item.get_closest_marker("long") else 1
+        items.sort(key=lambda item: -tests[_scope(item)])
     for item in items:
         needed = max((_gpus_needed(*m.args) for m in item.iter_markers("gpu")), default=0)
         if needed > gpu_count():
@@ -73,6 +87,11 @@ def found(monkeypatch):
         yield noted
 
 
+def _scope(item):
+    """What xdist hands out as one: a class's tests, or those of a file that are in none."""
+    return item.nodeid.split("[")[0].rsplit("::", 1)[0]
+
+
 def _gpus_needed(count=1):
     return count
 
@@ -86,7 +105,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_runtest_teardown():
-    maps.give_back()
+    maps.give_back_now_and_then()
 
 
 @pytest.fixture

@@ -96,10 +96,12 @@ def rotated(case):
 class GradientContract:
     """Inherited by the tests of each implementation."""
 
-    @both_kernels
     @pytest.mark.parametrize(
-        ("packed", "further"),
-        [(False, {}), (True, {}), (False, {"group": 2, "norms": "qk"}), (True, {"norms": "qk"})],
+        ("max_seqlen", "packed", "further"),
+        [
+            *((WINDOW, False, {}), (WINDOW, True, {"norms": "qk"})),
+            *((STREAM, True, {}), (STREAM, False, {"group": 2, "norms": "qk"})),
+        ],
         ids=str,
     )
     def test_gradients_are_the_slopes_of_the_oracle(self, packed, further, max_seqlen):
@@ -120,28 +122,24 @@ class GradientContract:
                 found = (gradient * direction[part]).sum()
                 assert abs(found - expected) <= 1e-5 * size
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("dtype", "head_dim", "rotary_dim", "lengths", "packed", "further"),
         [
             ("bfloat16", 80, None, (9, 0, 1, 64), True, {}),
             ("bfloat16", 72, 36, (33, 20), False, {}),
-            ("bfloat16", 24, 22, (16, 0, 5), True, {}),
             ("bfloat16", 16, None, (100,), True, {}),
             ("bfloat16", 208, None, (24,), False, {}),
-            ("float16", 64, 32, (30, 2), False, {}),
-            ("float32", 80, None, (32, 7), False, {}),
-            ("float32", 8, 6, (1, 12), True, {}),
-            ("bfloat16", 16, None, (30, 5), True, {"norms": "k"}),
+            ("float16", 24, 22, (30, 2), False, {}),
+            ("float32", 80, None, (32, 7), True, {}),
             ("bfloat16", 80, 70, (30, 5), False, {"heads": 4, "group": 2, "norms": "qk"}),
-            ("float32", 16, None, (30, 5), False, {"heads": 3, "group": 3}),
+            ("float32", 8, 6, (30, 5), False, {"heads": 3, "group": 3}),
             # Which no tile holds; some have shorter ones beside them.
             ("bfloat16", 80, None, (150,), True, {}),
             ("bfloat16", 72, 36, (9, 130, 0, 5), False, {}),
-            ("bfloat16", 208, None, (70,), True, {}),
-            ("float16", 24, 22, (3, 140), False, {}),
-            ("float32", 80, None, (33, 5), False, {}),
+            ("bfloat16", 208, None, (70,), False, {}),
+            ("float16", 24, 22, (3, 140), False, {"heads": 2, "group": 2}),
             ("float32", 8, 6, (12, 70, 1), True, {}),
-            ("bfloat16", 24, None, (3, 140), False, {"heads": 2, "group": 2}),
             ("bfloat16", 16, None, (140, 3), False, {"heads": 2, "group": 2, "norms": "qk"}),
         ],
         ids=str,
@@ -149,10 +147,10 @@ class GradientContract:
     def test_gradients_are_as_exact_as_those_of_separate_steps(
         self, dtype, head_dim, rotary_dim, lengths, packed, further
     ):
-        """And padding, of more rows than a tile and than all segments, has none."""
+        """And padding, in the packed ones more rows than a tile and all segments, has none."""
         case = make_case(
-            lengths, head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype, leading=3, trailing=140,
-            **further,
+            lengths, head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype, leading=3,
+            trailing=140 if packed else 5, **further,
         )  # fmt: skip
         # No gradient of padding counts, whatever it is.
         weights = weights_for(case)
@@ -195,7 +193,7 @@ class GradientContract:
     @pytest.mark.parametrize(
         ("max_seqlen", "angles", "further"),
         [
-            *((WINDOW, True, {}), (WINDOW, False, {}), (STREAM, True, {}), (STREAM, False, {})),
+            *((WINDOW, True, {}), (STREAM, False, {})),
             (WINDOW, False, {"group": 2, "norms": "qk"}),
         ],
     )
@@ -252,8 +250,7 @@ class GradientContract:
         ("bound", "angles", "norms"),
         [
             *((WINDOW + 1, True, ""), (WINDOW + 1, False, "")),
-            *((WINDOW, True, ""), (WINDOW, False, "")),
-            *((WINDOW, True, "qk"), (WINDOW, False, "qk")),
+            *((WINDOW, False, ""), (WINDOW, True, "qk")),
         ],
     )
     def test_gradients_of_a_longer_segment_are_right_or_nan(self, bound, angles, norms):
@@ -301,15 +298,17 @@ class KernelGradientContract(GradientContract):
 
     # Of fp32, whose longest window and tiles are of 32 rows.
     @given(
-        lengths=st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 64, 65]), max_size=4),
+        lengths=st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 64, 65]), max_size=3),
         leading=st.integers(0, 40),
     )
     @settings(max_examples=examples(4))
     @example(lengths=[33, 31], leading=0)
     def test_gradients_of_lengths_around_those_of_tiles(self, lengths, leading):
-        lengths = [*lengths, 34]
-        options = {"head_dim": 8, "heads": 1, "dtype": "float32", "trailing": 1}
-        case = make_case(lengths, leading=leading, **options)
+        # Of few shapes, for each of which JAX compiles.
+        lengths = [*lengths, *[0] * (3 - len(lengths)), 34]
+        shape = {"head_dim": 8, "heads": 1, "dtype": "float32"}
+        trailing = 128 - (leading + sum(lengths)) % 128
+        case = make_case(lengths, leading=leading, trailing=trailing, **shape)
         weights = weights_for(case)
         [found] = self.gradients(case, weights, packed=True, angles=False, max_seqlen=128)
         assert (found[case.padding] == 0).all()

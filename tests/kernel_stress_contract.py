@@ -233,6 +233,7 @@ class StressContract:
 class BatchInvarianceContract:
     """Inherited by the tests of each implementation that has kernels."""
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("dtype", "fuse", "further"),
         [
@@ -251,7 +252,7 @@ class BatchInvarianceContract:
     )
     # The usual kernels differ here in an interpreter too, as one tile would hold the segment alone.
     @example(length=BEYOND, before=33, behind=64, start=5, tokens=MANY[0], seed=0)
-    @settings(max_examples=examples(60 if has_gpu() else 4))
+    @settings(max_examples=examples(30 if has_gpu() else 2))
     def test_batch_invariance(
         self, length, before, behind, start, tokens, seed, dtype, fuse, further
     ):

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[1]
 # Each worker says who it is: whether it is still there is asked of the system.
 CONFTEST = """

@@ -383,8 +383,9 @@ class HuggingFaceContract:
     def tower(cls, directory):
         return cls.load(directory, "float32")
 
-    @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+    @pytest.mark.parametrize("grid", ["smaller_than_a_window", "edge_windows", "mix"])
     def test_fp32_equals_hugging_face_after_each_block(self, config, hugging_face, tower, grid):
+        grid = GRIDS[grid]
         patches = random_patches(config, grid)
         theirs, their_states = hugging_face.run(patches, grid)
         ours = side_by_side(tower(patches, grid), self.numpy)
@@ -446,6 +447,7 @@ class HuggingFaceContract:
             their_error = relative_error(their_state, exact_state)
             assert our_error <= BF16_FACTOR * their_error
 
+    @pytest.mark.parametrize("config", ["head_dim_80", "qwen2_vl", "qwen3_vl"], indirect=True)
     @pytest.mark.parametrize("case", ["product", "sum", "cancelling"])
     def test_fp16_with_biases_that_what_is_made_of_them_may_pass_fp16(self, config, tmp_path, case):
         """Numbers of the checkpoint and those that Hugging Face computes are all within it."""

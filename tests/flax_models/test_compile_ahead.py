@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 WRITING_A_RESULT = ("loop_broadcast_fusion", "loop_dynamic_update_slice_fusion")
 
 
+@pytest.mark.long
 def test_what_a_block_launches_and_what_moves_with_results():
     """A block is products, attention, norms and an activation, and nothing is copied, transposed or
     cast between them. Where the second norm comes late, the activation applies it: of 4,096 tokens

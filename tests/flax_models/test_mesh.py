@@ -18,6 +18,7 @@ from flax_models.mesh import prepare_shares
 IMAGES = np.array([(1, 4, 6), (1, 10, 12), (2, 6, 4), (1, 8, 8), (1, 2, 2)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
 def test_two_devices_compute_what_one_does(tmp_path, platform):
     command = [sys.executable, "-m", "tests.flax_models.two_devices", tmp_path]

@@ -20,6 +20,7 @@ from tests.video_files import write_video
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["head_dim_80", "qwen3_vl"])
 def test_the_examples_run_and_agree(tmp_path, monkeypatch, family):
     examples = [

@@ -164,6 +164,7 @@ def test_gradients_in_fp32_are_never_multiplied_in_tf32(config, tmp_path):
     assert set(found) == {(jax.lax.Precision.HIGHEST,) * 2}
 
 
+@pytest.mark.parametrize("config", ["head_dim_16", "qwen2_vl", "qwen3_vl"], indirect=True)
 def test_a_step_makes_what_hugging_face_would_hold(config, directory, tmp_path):
     import torch
 

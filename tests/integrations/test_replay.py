@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.autograd import profiler_legacy
 
 from tests.cpu_recorder import CpuRecorder
 from tests.integrations.hugging_face import (
@@ -223,8 +224,9 @@ def in_fp32(tower):
 
 
 def in_a_profiler(tower):
-    # Without Kineto, which would keep the GPU from JAX's profiler for the rest of the process.
-    with torch.autograd.profiler.profile(use_kineto=False) as profiled:
+    # The one without Kineto, which would keep the GPU from JAX's profiler as long as the process
+    # lives, whatever it is asked to leave out.
+    with profiler_legacy.profile() as profiled:
         call(tower)
     assert any("linear" in event.key for event in profiled.key_averages())
 

@@ -1,5 +1,7 @@
 """Derivatives through pallas_kernels."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,21 +17,30 @@ from tests.kernel_gradient_contract import (
 from tests.pallas_kernels.adapter import JaxAdapter, public_function
 
 
+@functools.cache
+def differentiated(packed, wanted, options):
+    """A function of (weights, norms, rest, *arguments), jitted once for all tests with its form."""
+    function = public_function(packed, options)
+
+    @jax.jit
+    def gradients(weights, norms, rest, *arguments):
+        _, pull = jax.vjp(lambda norms, *x: function(*x, *rest, **norms), norms, *arguments)
+        norms, *found = pull(weights)
+        return *found, norms
+
+    return gradients
+
+
 class JaxGradients(JaxAdapter):
     def gradients(self, case, weights, packed=False, angles=True, **options):
-        options = {"implementation": self.implementation, **options}
-        function = public_function(packed, options)
-
-        @jax.jit
-        def gradients(norms, rest, *arguments):
-            _, pull = jax.vjp(lambda norms, *x: function(*x, *rest, **norms), norms, *arguments)
-            norms, *found = pull(jnp.asarray(weights))
-            return *found, *(norms[name] for name in case.norms)
-
         arguments = list(map(jnp.asarray, case.packed if packed else case.separate))
         wanted = len(arguments) - (1 if angles else 3)
+        options = {"implementation": self.implementation, **options}
+        gradients = differentiated(packed, wanted, tuple(sorted(options.items())))
         norms = jax.tree.map(jnp.asarray, case.norms)
-        return [np.array(x) for x in gradients(norms, arguments[wanted:], *arguments[:wanted])]
+        rest = arguments[wanted:]
+        *found, norms = gradients(jnp.asarray(weights), norms, rest, *arguments[:wanted])
+        return [np.array(x) for x in (*found, *(norms[name] for name in case.norms))]
 
     def curvature(self, case, weights, direction, **options):
         options |= jax.tree.map(jnp.asarray, case.norms)

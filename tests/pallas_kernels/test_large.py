@@ -11,7 +11,7 @@ import pallas_kernels
 from tests.kernel_cases import assert_accurate, assert_accurate_gradients, make_case
 from tests.kernel_contract import STREAM
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.long]
 
 
 def attention(max_seqlen, fuse="auto"):

@@ -71,6 +71,7 @@ for packed, heads, case, *options in (
 """
 
 
+@pytest.mark.long
 def test_each_device_attends_with_its_own_heads():
     devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
     command = [sys.executable, "-c", _PROGRAM]

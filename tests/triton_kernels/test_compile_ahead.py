@@ -110,6 +110,7 @@ def compiled():
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+@pytest.mark.long
 def test_every_architecture_and_kernel_is_compiled(compiled):
     kernels = {"window_kernel", "window_backward_kernel", "stream_kernel", "rotate_kernel"}
     kernels |= {"stream_backward_q_kernel", "stream_backward_kv_kernel"}

@@ -8,7 +8,7 @@ from tests.kernel_cases import assert_accurate, assert_accurate_gradients, make_
 from tests.kernel_contract import STREAM
 from tests.triton_kernels.adapter import public_function, to_numpy, to_torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.long]
 
 
 def attend(case, packed=True, **options):

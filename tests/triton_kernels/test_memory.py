@@ -160,10 +160,10 @@ LAYOUTS = {
 @both_kernels
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_any_strides_are_taken(layout, max_seqlen):
-    longest = {WINDOW: 16, STREAM: 150}[max_seqlen]  # several tiles of keys
+    longest = {WINDOW: 16, STREAM: 130}[max_seqlen]  # several tiles of keys
     case = make_case((9, 0, longest, 1), trailing=3)
     q, k, v, *rest = map(to_torch, case.separate)
-    for fuse in ("qk", "none"):
+    for fuse in ("qk", "none") if max_seqlen == WINDOW else ("qk",):
         # Strides of each tensor's own: k keeps its.
         result = public_function(False)(
             layout(q), k, layout(v), *rest,

@@ -18,7 +18,11 @@ from compare.implementations.kernels import KernelImplementation
 from compare.workloads.arrays import jax_arguments, torch_arguments
 from compare.workloads.kernels import DTYPES, KERNEL_WORKLOADS, segments
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.long,
+    pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU"),
+]
 
 WORKLOAD = KERNEL_WORKLOADS["windows-448"]
 

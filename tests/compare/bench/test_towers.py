@@ -29,6 +29,7 @@ def benchmark_on_cpu(monkeypatch):
     monkeypatch.setattr(timing, "ROW_SECONDS", 0.01)
 
 
+@pytest.mark.long
 def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
     workloads = [square(112), square(224), square(224, "qwen3-tower")]
     records, _ = tower_bench.bench_towers(workloads)
@@ -47,6 +48,7 @@ def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
             assert (record.median_us is None) == bool(record.note)
 
 
+@pytest.mark.long
 def test_steps_of_training_are_judged_by_a_gradient(benchmark_on_cpu):
     workload = replace(square(112), gradients=True)
     reference = tower_bench.Reference(training.exact_training, training.training_baseline())

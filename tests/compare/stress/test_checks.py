@@ -398,6 +398,7 @@ def test_every_check_and_kernel_is_tried_on_a_gpu():
 def kernels_endure(subject, names):
     """A class of tests: some checks of a framework's kernels."""
 
+    @pytest.mark.long
     @pytest.mark.gpu
     class Endurance:
         @pytest.mark.parametrize("name", names)
@@ -419,6 +420,7 @@ def kernels_endure(subject, names):
 def tower_endures(number):
     """A class of one test, of one of our towers."""
 
+    @pytest.mark.long
     @pytest.mark.gpu
     class Endurance:
         def test_our_towers_endure(self, monkeypatch):

@@ -64,6 +64,7 @@ def manifest(out):
     return json.loads((out / "manifest.json").read_text())
 
 
+@pytest.mark.long
 def test_the_values_of_one_image_at_a_time(run, photographs, tmp_path):
     status, stdout, stderr = run("--towers", "2")
     assert (status, stderr) == (0, "")
@@ -88,6 +89,7 @@ def relative_rms(ours, theirs):
     return np.sqrt(np.mean((ours - theirs) ** 2) / np.mean(theirs**2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("framework", ["flax", "torch"])
 def test_both_towers(cluster, photographs, tmp_path, framework):
     """With DeepStack, in bf16, as a function of a data set whose other columns stay.
@@ -120,6 +122,7 @@ def test_both_towers(cluster, photographs, tmp_path, framework):
             assert relative_rms(np.float32(ours), np.float32(alone)) < 2e-2
 
 
+@pytest.mark.long
 def test_killed_the_same_command_goes_on(run, cluster, photographs, checkpoint, tmp_path):
     """SIGKILL of the driver as some shards are there; an image that can't be read is refused once.
 
@@ -184,6 +187,7 @@ def test_a_file_that_kills_its_process_is_refused(cluster, photographs):
     assert found["poison"]["error"] == "the process that read it ended with status -9"
 
 
+@pytest.mark.long
 def test_what_is_refused_stops_a_strict_run_or_is_tried_again(run, photographs):
     (photographs / "bad.jpg").write_text("no image")
     status, stdout, stderr = run("--strict")

@@ -43,6 +43,7 @@ STAND_IN = SimpleNamespace(IndexFlatIP=FlatIndex, normalize_L2=normalize)
 PAGE = Path(__file__).parents[3] / "flax_models" / "ray_data" / "README.md"
 
 
+@pytest.mark.long
 def test_from_a_folder_to_nearest_neighbours(cluster, photographs, tmp_path, monkeypatch, capsys):
     text = PAGE.read_text("utf-8")
     (command,) = re.findall(r"^python -m flax_models (encode .*)$", text, re.MULTILINE)

@@ -67,17 +67,16 @@ def kernels(module):
 
 @pytest.mark.parametrize("fuse", ["qk", "q", "none"])
 @pytest.mark.parametrize("max_seqlen", [WINDOW, 64, 128, STREAM])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_every_kernel_dtype_and_fusion(gpu, dtype, max_seqlen, fuse):
     module = lower(dtype=dtype, max_seqlen=max_seqlen, fuse=fuse)
     assert kernels(module) == (1 if fuse == "qk" else 2)
 
 
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 56, 64, 72, 80, 96, 120, 128, 136, 200, 256])
 def test_every_head_dim(head_dim):
-    assert kernels(lower(head_dim, max_seqlen=WINDOW, fuse="qk")) == 1
-    if head_dim in (8, 24, 64, 72, 80, 96, 128, 200, 256):
-        assert kernels(lower(head_dim, max_seqlen=STREAM, fuse="q")) == 2
+    assert kernels(lower(head_dim, dtype=jnp.float16, max_seqlen=WINDOW, fuse="qk")) == 1
+    assert kernels(lower(head_dim, dtype=jnp.float16, max_seqlen=STREAM, fuse="q")) == 2
 
 
 def gradients(function):

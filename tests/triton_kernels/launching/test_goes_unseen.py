@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.autograd import profiler_legacy
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,8 +86,9 @@ def test_a_trace_holds_the_operator(packed):
 
 @both_forms
 def test_a_profile_names_the_operator(packed):
-    # Without Kineto, which would keep the GPU from JAX's profiler for the rest of the process.
-    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+    # The one without Kineto, which would keep the GPU from JAX's profiler as long as the process
+    # lives, whatever it is asked to leave out.
+    with profiler_legacy.profile() as profile:
         attend(packed, *arguments_of(packed))
     names = [event.key for event in profile.key_averages()]
     assert OPERATORS[packed].replace(".", "::") in names
