@@ -4,6 +4,7 @@ Every `run_*` takes the parsed options and returns the exit status. Frameworks a
 what cannot run is refused first, and --help needs none of them.
 """
 
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -151,7 +152,9 @@ def run_stress(options: Namespace) -> int:
     path = _result_path("stress", options)
     from compare.stress.checks import check_stress
 
-    records = check_stress(options.seconds)
+    # Most of a check's time on a GPU goes into compiling.
+    cores = os.cpu_count() or 1
+    records = check_stress(options.seconds, processes=cores if environment.has_gpu() else 1)
     _save("stress", path, records)
     if failed := sum(not record.passed for record in records):
         say(f"Stress found something in {failed} of {len(records)} checks: see the table.")

@@ -1,7 +1,11 @@
 """Stress for kernels and towers: every check, how many cases it went through, what came out."""
 
+import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +91,7 @@ def check_stress(
     checks: Sequence[Check] = CHECKS,
     subjects: Sequence[Subject] = SUBJECTS,
     towers: Sequence[TowerImplementation] | None = None,
+    processes: int = 1,
 ) -> list[Record]:
     """Put kernels and towers under stress and print the table.
 
@@ -95,6 +100,8 @@ def check_stress(
         checks: of the kernels.
         subjects: the kernels.
         towers: default our two.
+        processes: so many, of which each check of a kernel has one to itself; with 1 there is no
+            other than this.
 
     Returns:
         A record for each check of each framework's kernels, and of each tower; `note` holds its
@@ -103,7 +110,12 @@ def check_stress(
     """
     sizes = inputs.ON_GPU if has_gpu() else inputs.ON_CPU
     pairs = [(check, subject) for check in checks for subject in subjects]
-    records = [run_check(check, subject, sizes) for check, subject in progress(pairs, "kernels")]
+    if processes == 1:
+        records = [run_check(*pair, sizes) for pair in progress(pairs, "kernels")]
+    else:
+        with ThreadPoolExecutor(processes) as pool:
+            running = [pool.submit(_run_in_a_process, *pair, sizes) for pair in pairs]
+            records = [record.result() for record in progress(running, "kernels")]
     traffic, config = server.ON_CPU, SMALL_TOWERS["tower"]
     if has_gpu():
         traffic, config = server.ON_GPU, SERVER_CONFIG
@@ -112,6 +124,20 @@ def check_stress(
         free_memory()
     _print(records)
     return records
+
+
+def _run_in_a_process(check: Check, subject: Subject, sizes: Sizes) -> Record:
+    """`run_check` in one of its own, which a kernel may break or end without harm to others."""
+    spawning = multiprocessing.get_context("spawn")
+    try:
+        with ProcessPoolExecutor(1, spawning, _share_gpu) as pool:
+            return pool.submit(run_check, check, subject, sizes).result()
+    except BrokenProcessPool as error:
+        return outcome(check.name, subject.name, check.tried.format(sizes), 0, [one_line(error)])
+
+
+def _share_gpu() -> None:
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 
 def run_check(check: Check, subject: Subject, sizes: Sizes) -> Record:

@@ -1,5 +1,6 @@
 """Inputs of the stress checks: random, hostile, and with extreme numbers; how much is tried."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -93,6 +94,7 @@ def draw(
     padding: int = 0,
     seed: int = 0,
     distinct: int | None = None,
+    first: int = 0,
 ) -> KernelInputs:
     """Random inputs for segments of these lengths.
 
@@ -104,18 +106,24 @@ def draw(
         padding: tokens of no segment, behind the others.
         seed: of everything random.
         distinct: rows that are drawn and then repeated; None: every row is its own.
+        first: which of them is the first token's.
     """
-    rng = np.random.default_rng(seed)
     cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
     tokens = int(cu_seqlens[-1]) + padding
     rows = min(tokens, distinct or tokens)
-    shape = (rows, 3, heads, sizes.head_dim)
+    row = (first + np.arange(tokens)) % max(rows, 1)
+    arrays = (x[row] for x in _rows(rows, heads, sizes.head_dim, dtype, seed))
+    return KernelInputs(*arrays, cu_seqlens, int(np.max(lengths, initial=0)))
+
+
+@functools.lru_cache(maxsize=4)
+def _rows(count: int, heads: int, head_dim: int, dtype: str, seed: int) -> tuple[np.ndarray, ...]:
+    """Random rows of qkv, cos and sin, drawn once for many calls: nothing takes longer."""
+    rng = np.random.default_rng(seed)
+    shape = (count, 3, heads, head_dim)
     qkv = rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[dtype])
-    angles = rng.uniform(-8, 8, (rows, sizes.head_dim // 2))
-    row = np.arange(tokens) % max(rows, 1)
-    longest = int(np.max(lengths, initial=0))
-    cos, sin = (f(angles).astype(np.float32)[row] for f in (np.cos, np.sin))
-    return KernelInputs(qkv[row], cos, sin, cu_seqlens, longest)
+    angles = rng.uniform(-8, 8, (count, head_dim // 2))
+    return qkv, *(f(angles).astype(np.float32) for f in (np.cos, np.sin))
 
 
 def hostile_cu_seqlens(rng: np.random.Generator, segments: int, tokens: int) -> np.ndarray:

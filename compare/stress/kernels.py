@@ -26,6 +26,7 @@ from compare.stress.inputs import (
 )
 from compare.stress.launched import WARP_SPECIALIZED
 from compare.stress.subjects import MemoryFault, Subject
+from compare.workloads.arrays import KernelArguments
 from compare.workloads.kernels import DTYPES, KernelInputs
 
 Findings = Iterator[str | None]
@@ -40,15 +41,16 @@ def hostile(subject: Subject, sizes: Sizes) -> Findings:
     rng = np.random.default_rng(0)
     drawn = []
     for route in sizes.routes:
-        inputs = draw(route.lengths, sizes, heads=route.heads)
+        inputs = draw(route.lengths, sizes, heads=route.heads, padding=_PADDING)
         largest = np.abs(inputs.qkv[:, 2].astype(np.float32)).max()
-        drawn.append((route, inputs, float(largest) * (1 + 2**-7)))  # a mean, rounded to bf16
+        limit = float(largest) * (1 + 2**-7)  # a mean, rounded to bf16
+        drawn.append((route, inputs, subject.put(inputs), limit))
     ways = itertools.cycle(itertools.product(drawn, sizes.fuse))
-    for (route, inputs, limit), fuse in itertools.islice(ways, sizes.hostile):
+    for (route, inputs, arrays, limit), fuse in itertools.islice(ways, sizes.hostile):
         tokens = len(inputs.qkv)
         values = hostile_cu_seqlens(rng, 5, tokens)
         told = f"cu_seqlens {values.tolist()}, {_told(route, fuse)}"
-        arguments = subject.put(replace(inputs, cu_seqlens=values))
+        arguments = _cut(subject, arrays, inputs, values)
         try:
             out = subject.attend_guarded(arguments, route.max_seqlen, fuse=fuse).float()
         except MemoryFault as fault:
@@ -134,7 +136,7 @@ def place(subject: Subject, sizes: Sizes) -> Findings:
         moved = draw([length], sizes, dtype, heads=route.heads)
         before: dict[tuple[str, int], tuple[int, torch.Tensor]] = {}
         for start in sizes.starts:
-            around = draw([tokens], sizes, dtype, heads=route.heads, seed=start)
+            around = draw([tokens], sizes, dtype, heads=route.heads, seed=1, first=start)
             arguments = subject.put(_among(around, moved, start, route))
             for fuse in sizes.fuse:
                 found = subject.attend(arguments, route.max_seqlen, fuse=fuse)
@@ -160,7 +162,8 @@ def invariance(subject: Subject, sizes: Sizes) -> Findings:
             if length > route.max_seqlen:
                 continue
             rows = times * tokens if start else max(sizes.lengths)
-            around = draw([rows], sizes, dtype, heads=heads, seed=start, distinct=_DISTINCT)
+            shape = {"heads": heads, "seed": 1, "distinct": _DISTINCT, "first": start}
+            around = draw([rows], sizes, dtype, **shape)
             arguments = subject.put(_among(around, moved, start, route))
             for fuse in sizes.fuse:
                 options = {"fuse": fuse, "batch_invariant": True}
@@ -179,7 +182,7 @@ def numerics(subject: Subject, sizes: Sizes) -> Findings:
     """Large, equal and one-sided logits, fp16 near its largest: as accurate as unfused, no NaN."""
     routes = itertools.product(EXTREMES.items(), DTYPES, sizes.routes)
     for (name, make), dtype, route in routes:
-        inputs = make(draw(route.lengths, sizes, dtype, heads=route.heads))
+        inputs = make(draw(route.lengths, sizes, dtype, heads=route.heads, padding=_PADDING))
         arguments, exact = subject.put(inputs), oracle(inputs)
         unfused_error = relative_rms_error(unfused(inputs), exact)
         # An error below a rounding of the result counts as none: unfused may have none by chance.
@@ -204,8 +207,9 @@ def gradients(subject: Subject, sizes: Sizes) -> Findings:
         grad = subject.put(grads)[0][:, 0]
         told = f"{dtype}, {_told(route, 'auto')}"
 
-        clean = subject.attend(subject.put(inputs), route.max_seqlen, grad=grad)
-        again = subject.attend(subject.put(inputs), route.max_seqlen, grad=grad)
+        arrays = subject.put(inputs)
+        clean = subject.attend(arrays, route.max_seqlen, grad=grad)
+        again = subject.attend(arrays, route.max_seqlen, grad=grad)
         yield None if same_bits(clean, again) else f"another run differs: {told}"
         yield f"padding has a gradient: {told}" if clean[end:].any() else None
 
@@ -217,7 +221,7 @@ def gradients(subject: Subject, sizes: Sizes) -> Findings:
 
         for _ in range(sizes.runs):
             values = hostile_cu_seqlens(rng, 5, tokens)
-            arguments = subject.put(replace(inputs, cu_seqlens=values))
+            arguments = _cut(subject, arrays, inputs, values)
             try:
                 out = subject.attend_guarded(arguments, route.max_seqlen, grad=grad)
             except MemoryFault as fault:
@@ -237,6 +241,14 @@ def _unchanged(subject: Subject, found: torch.Tensor, expected: torch.Tensor) ->
     if WARP_SPECIALIZED not in subject.launched:
         return same_bits(found, expected)
     return relative_rms_error(found, expected) <= ORACLE_LIMITS["bfloat16"]
+
+
+def _cut(
+    subject: Subject, arrays: KernelArguments, inputs: KernelInputs, cu_seqlens: np.ndarray
+) -> KernelArguments:
+    """The arrays of some inputs, cut into other segments, which alone are carried there."""
+    bare = replace(inputs, qkv=inputs.qkv[:0], cos=inputs.cos[:0], sin=inputs.sin[:0])
+    return (*arrays[:3], subject.put(replace(bare, cu_seqlens=cu_seqlens))[3])
 
 
 def _among(around: KernelInputs, moved: KernelInputs, start: int, route: Route) -> KernelInputs:

@@ -206,7 +206,8 @@ def test_stress_writes_its_file_and_says_what_it_found(
 ):
     from compare.stress import checks
 
-    def check_stress(seconds):
+    def check_stress(seconds, processes):
+        assert processes == (os.cpu_count() if environment.has_gpu() else 1)
         assert seconds == 7.5
         return [checks.outcome("place", "triton", "moved", 9, ["differs"] * findings)]
 
@@ -222,7 +223,7 @@ def test_trust_is_another_word_for_stress_that_no_help_lists(monkeypatch, tmp_pa
     from compare.stress import checks
 
     found = [checks.outcome("place", "triton", "moved", 9, [])]
-    monkeypatch.setattr(checks, "check_stress", lambda seconds: found)
+    monkeypatch.setattr(checks, "check_stress", lambda *_, **__: found)
     assert cli.main(["trust", "--results", str(tmp_path)]) == commands.AGREES
     (written,) = tmp_path.rglob("*.json")
     assert (written.name, result_files.read(written).part) == ("stress.json", "stress")

@@ -1,7 +1,6 @@
 """The stress checks find nothing in a right kernel and tower, and find what is wrong in others."""
 
 import dataclasses
-import functools
 import itertools
 
 import numpy as np
@@ -25,6 +24,7 @@ from compare.stress.subjects import SUBJECTS, MemoryFault, Subject, Triton
 from compare.workloads.arrays import torch_arguments
 from pallas_kernels.launching.compile import HAVE_MOSAIC
 from tests.compare import synthetic
+from tests.compare.stress.in_processes import Dies, Still
 from tests.triton_kernels.stand_ins import hopper
 from triton_kernels import attention, fused_rope_attention_qkvpacked
 from triton_kernels.launching import backward, choose, fast_path, plan
@@ -266,9 +266,11 @@ def test_a_run_on_a_hopper_gpu_that_misses_a_kernel_fails(monkeypatch, tmp_path,
     monkeypatch.setattr(stress_inputs, "ON_CPU", sizes)
     monkeypatch.setattr(stress_inputs, "ON_GPU", sizes)
     monkeypatch.setattr(checks, "kernels_here", lambda: ON_HOPPER)
-    run = functools.partial(
-        checks.check_stress, checks=[CHECKS["hostile"]], subjects=[subject], towers=[]
-    )
+    check_stress, only = checks.check_stress, {"checks": [CHECKS["hostile"]], "towers": []}
+
+    def run(seconds, processes):  # in this one, where so much is another's
+        return check_stress(seconds, subjects=[subject], **only)
+
     monkeypatch.setattr(checks, "check_stress", run)
     path = tmp_path / "stress.json"
     assert cli.main(["stress", "--json", str(path)]) == commands.DISAGREES
@@ -381,6 +383,15 @@ def test_without_a_checkpoint_for_the_towers_what_kernels_did_is_kept(monkeypatc
     )
     assert [record.passed for record in records] == [True, False]
     assert records[1].note == "OSError: no space left on the device"
+
+
+def test_a_kernel_that_ends_its_process_is_a_finding_and_the_others_go_on():
+    for_each = {"checks": [CHECKS["place"]], "subjects": [Dies(), Still()]}
+    dead, other = checks.check_stress(seconds=1, towers=[], processes=2, **for_each)
+    assert (dead.implementation, dead.passed, dead.details["cases"]) == ("dies", False, 0)
+    assert "terminated abruptly" in dead.note
+    assert other.passed
+    assert other.details["cases"] > 5
 
 
 # What `python -m compare stress` does for minutes, in less of everything. A process gets a class of
