@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m compare", description=_DESCRIPTION)
     parser.set_defaults(
-        run=commands.run_everything, part=None, results=None, json=None, workload=None
+        run=commands.run_everything, part=None, results=None, json=None, workload=None, update=False
     )
     _add_results(parser)
     subparsers = parser.add_subparsers(title="parts", metavar="PART", parser_class=_Parser)
@@ -92,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
             metavar="NAME",
             help="measure on this workload only; may be given several times. Without --json or "
             "--results nothing is kept then, so that the file of a whole run stays",
+        )
+        part.add_argument(
+            "--update",
+            action="store_true",
+            help="leave what the result file holds of other workloads; it has to be of this GPU, "
+            "driver and packages",
         )
     stress = add("stress", commands.run_stress, "put kernels and towers under stress")
     subparsers.choices["trust"] = stress  # its name in earlier versions; no help lists it

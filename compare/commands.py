@@ -202,7 +202,7 @@ def _keep(
     options: Namespace, path: Path | None, records: list[Record], ceilings: "Ceilings"
 ) -> int:
     """Write what was timed; what fails of ours, or is wrong, fails the part. A peer has no time."""
-    _save(options.part, path, records, ceilings)
+    _save(options.part, path, records, ceilings, options.update)
     failed = [
         f"{r.implementation} on {r.workload}" for r in records if r.ours and r.passed is False
     ]
@@ -213,25 +213,39 @@ def _keep(
 
 
 def _save(
-    part: str, path: Path | None, records: list[Record], ceilings: "Ceilings | None" = None
+    part: str,
+    path: Path | None,
+    records: list[Record],
+    ceilings: "Ceilings | None" = None,
+    update: bool = False,
 ) -> None:
     if path is not None:
         limits = ceilings and ceilings.to_json()
-        result_files.write(result_files.collect(part, records, limits), path)
+        results = result_files.collect(part, records, limits)
+        if update and path.exists():
+            results = result_files.read(path).updated(results)
+        result_files.write(results, path)
         say(f"Wrote {path}")
 
 
 def _benchmark_path(options: Namespace) -> Path | None:
     """Where a benchmark's results go.
 
-    Those of some workloads alone do not take the place of a whole run's, unless a place is named.
+    Those of some workloads alone do not take the place of a whole run's, unless a place is named
+    or they are put among the others.
     """
     if not environment.has_gpu():
         raise InputError(f"{options.part} measures on a CUDA GPU, and this machine has none")
-    if not options.workload or options.json or options.results:
-        return _result_path(options.part, options)
+    if not options.workload or options.json or options.results or options.update:
+        path = _result_path(options.part, options)
+        if options.update and path is not None and path.exists():
+            result_files.read(path).updated(result_files.collect(options.part, []))  # or refused
+        return path
     _check_pytorch()
-    say("Results of some workloads alone are not kept, unless --json or --results says where.")
+    say(
+        "Results of some workloads alone are not kept, unless --json, --results or --update says "
+        "where."
+    )
     return None
 
 

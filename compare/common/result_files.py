@@ -141,6 +141,20 @@ class Results:
         """The workload's records, in the order of measurement."""
         return [record for record in self.records if record["workload"] == workload]
 
+    def updated(self, new: "Results") -> "Results":
+        """These with the records of another run in the place of those of the same workloads.
+
+        Raises:
+            InputError: another GPU, driver or package measured them.
+        """
+        for name in ("part", "device", "driver", "versions"):
+            before, now = getattr(self, name), getattr(new, name)
+            if before != now:
+                raise InputError(f"cannot update results of another {name}: {before}, now {now}")
+        measured = {record["workload"] for record in new.records}
+        others = [record for record in self.records if record["workload"] not in measured]
+        return replace(new, records=[*others, *new.records])
+
 
 def _finite(value: Any) -> Any:
     """JSON has no NaN and no infinity: such a number is missing."""

@@ -41,10 +41,10 @@ def agreement(monkeypatch):
 
 @pytest.fixture
 def gpu_benchmarks(monkeypatch, tmp_path):
-    """Stand-ins for a GPU and its benchmarks, which find one record; gives where results go."""
+    """Stand-ins for a GPU and its benchmarks, which find some records; gives where results go."""
 
-    def find(record):
-        found = [record], Ceilings(4e12, 4e12, 8e14)
+    def find(*records):
+        found = [*records], Ceilings(4e12, 4e12, 8e14)
         for benchmark in (
             "compare.bench.kernels.bench_kernels",
             "compare.bench.fusion.measure_fusion",
@@ -198,6 +198,23 @@ def test_a_run_on_some_workloads_leaves_the_whole_runs_file_alone(
     assert {path: path.read_bytes() for path in whole.rglob("*.json")} == before
     assert place.exists() == bool(asked)
     assert ("are not kept" in capsys.readouterr().out) == (not asked)
+
+
+def test_some_workloads_are_measured_anew(gpu_benchmarks, capsys):
+    whole = gpu_benchmarks(Record("v", "one"), Record("w", "one"))
+    assert cli.main(["kernels"]) == commands.AGREES
+    gpu_benchmarks(Record("w", "two"), Record("w", "three"))
+    update = ["kernels", "--workload", "windows-448", "--update"]
+    assert cli.main(update) == commands.AGREES
+    [path] = whole.rglob("*.json")
+    found = [(r["workload"], r["implementation"]) for r in result_files.read(path).records]
+    assert found == [("v", "one"), ("w", "two"), ("w", "three")]
+
+    path.write_text(path.read_text().replace('"driver": ', '"driver": "1.2", "other": '))
+    before = path.read_bytes()
+    assert cli.main(update) == commands.BAD_INPUT
+    assert "cannot update results of another driver: 1.2, now " in sentence(capsys)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(("findings", "status"), [(0, commands.AGREES), (2, commands.DISAGREES)])
