@@ -183,7 +183,7 @@ def test_what_a_caller_has_precomputed_counts_and_not_the_plan(own, monkeypatch)
 
 
 def test_a_plan_has_one_bound_for_frames_of_many_lengths():
-    geometry = plan.Geometry(2, 112, 14, None, of_clips=False)
+    geometry = plan.Geometry(2, 112, 14)
     longest = [
         plan._plan(geometry, ((1, side, side),), torch.device("cpu"))["longest_frame"]
         for side in (28, 30, 32, 34)
