@@ -42,6 +42,7 @@ def test_results_are_hugging_faces_and_restore_is_exact(model):
         expected = [run(tower, call) for call in calls]
         assert accelerate(tower) is tower
         assert "FusedAttention" in kinds_of(tower)
+        assert table.replaced(tower) == table.read()[1][model][0]
         for call, exact in zip(calls, expected, strict=True):
             assert_close(run(tower, call), exact)
         restored = [run(restore(tower), call) for call in calls]
@@ -218,9 +219,15 @@ def test_whole_models_with_towers_of_another_file():
 
 
 def test_the_table_is_of_this_transformers():
-    columns = table.read()
+    columns, rows = table.read()
     if transformers.__version__ not in columns:
         pytest.skip(f"{table.FILE.name} has no column of transformers {transformers.__version__}")
     assert table.column() == columns[transformers.__version__]
     named = {model for model, cell in table.column().items() if cell == "no"}
     assert named <= REFUSED.keys() == table.NEEDS.keys()
+    taken = {m for column in columns.values() for m, cell in column.items() if cell == "yes"}
+    assert rows.keys() == taken
+    for model, (_, tower, within) in rows.items():
+        assert tower == table.tower_of_ours(model)
+        for other in within.replace("`", "").split(", ") if within else ():
+            assert table.home_of_tower(other) in (model, None)  # None: an older transformers
