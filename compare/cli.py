@@ -85,7 +85,10 @@ def _parser() -> argparse.ArgumentParser:
         commands.run_integration,
         "time Hugging Face's tower with and without accelerate",
     )
-    for part in (kernels, invariance, training, towers, integration):
+    vllm = add(
+        "vllm", commands.run_vllm, "time vLLM's towers with and without its plugin (needs vLLM)"
+    )
+    for part in (kernels, invariance, training, towers, integration, vllm):
         part.add_argument(
             "--workload",
             action="append",

@@ -20,6 +20,7 @@ from compare.workloads.towers import (
     INTEGRATION_WORKLOADS,
     TOWER_WORKLOADS,
     TRAINED_TOWER_WORKLOADS,
+    VLLM_WORKLOADS,
 )
 
 if TYPE_CHECKING:
@@ -144,6 +145,20 @@ def run_integration(options: Namespace) -> int:
     from compare.implementations.towers import accelerated_towers, peer_towers
 
     return _keep(options, path, *bench_towers(workloads, [*accelerated_towers(), *peer_towers()]))
+
+
+def run_vllm(options: Namespace) -> int:
+    """Time vLLM's towers with and without its plugin, beside ours and Hugging Face's."""
+    workloads = choose(VLLM_WORKLOADS, options.workload)
+    path = _benchmark_path(options)
+    from compare.bench.towers import bench_towers
+    from compare.implementations.towers import our_towers, peer_towers
+    from compare.implementations.vllm import check_installed, vllm_towers
+
+    check_installed()
+    in_torch, _ = our_towers()
+    towers = [*vllm_towers(), in_torch, *peer_towers()]
+    return _keep(options, path, *bench_towers(workloads, towers))
 
 
 def run_stress(options: Namespace) -> int:

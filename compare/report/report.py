@@ -31,6 +31,7 @@ PARTS = (
     "training",
     "towers",
     "integration",
+    "vllm",
 )
 _FORMER_NAMES = {"stress": "trust"}  # of a part and its file
 _HERO = "hero.svg"
@@ -67,6 +68,11 @@ _METHODS = {
     "integration": "Weights, wall time of whole calls and floor as for the towers. "
     "`accelerate(model)` as it is, and with every block compiled by torch.compile. In brackets: "
     f"share of the floor, or the speedup of the accelerated tower. {_SPREAD}",
+    "vllm": "Weights, wall time of whole calls and floor as for the towers. vLLM's tower as it "
+    "comes, by its own settings (norms by its own kernels, a compiled encoder, CUDA graphs of the "
+    "very size), and with the plugin, each called as vLLM's workers call it with normalised "
+    "patches. In brackets: share of the floor, or the speedup of vLLM with the plugin. Best "
+    f"setting: the fastest of each side by that clock. {_SPREAD}",
 }
 _ROTATIONS = 'In the chart "rope + ..." is the faster of the rotations before that attention.'
 # What has to be known of one family alone.
@@ -96,11 +102,17 @@ _TITLES = {
     "rotate": "Rotation of Q and K as a pass of its own",
     **{family: f"Whole tower of {model}" for family, model in _MODELS.items()},
     "integration": "Hugging Face's tower, untouched and accelerated",
+    "vllm": "In vLLM",
 }
 _INTEGRATED = {
     "integration": _MODELS["tower"],
     "integration_qwen3": _MODELS["qwen3-tower"],
     "integration_qwen3_5": "Qwen3.5, 24 layers of 16 heads x 64",
+}
+_IN_VLLM = {
+    "vllm": _MODELS["tower"],
+    "vllm_qwen3": _MODELS["qwen3-tower"],
+    "vllm_qwen2": _MODELS["qwen2-tower"],
 }
 
 _Parts = Mapping[str, Results]
@@ -329,6 +341,8 @@ def _timings(measured: Results, family: str, workloads: Sequence[str]) -> _Secti
     title = _title(family)
     if family in _INTEGRATED:
         title = f"Hugging Face's tower of {_INTEGRATED[family]}"
+    if family in _IN_VLLM:
+        title = f"vLLM's tower of {_IN_VLLM[family]}"
     times = tables.timing_tables(measured, workloads)
     if measured.part == "invariance":  # the family's remarks and chart are those of the kernels
         return _Section("\n\n".join(times), title)

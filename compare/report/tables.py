@@ -10,6 +10,8 @@ from compare.report.grouping import (
     KERNELS,
     OURS,
     UNITS,
+    VLLM,
+    VLLM_WITH_OURS,
     Column,
     RecordDict,
     family,
@@ -32,6 +34,7 @@ _COUNTERPART = {
     ("towers", "torch"): "torch",
     ("towers", "jax"): "flax",
     ("integration", "torch"): "accelerated",
+    ("vllm", "torch"): VLLM_WITH_OURS,
     ("invariance", "torch"): "triton",
     ("invariance", "jax"): "pallas",
     ("training", "torch"): "triton",
@@ -146,6 +149,8 @@ def timing_tables(results: Results, workloads: Sequence[str]) -> list[str]:
     names = ranking(results, workloads)
     found = [_medians(results, workloads, columns, names)]
     of_kind = kind(results, workloads)
+    if of_kind == "vllm":
+        found.append(_details("vLLM's time over ours", workloads, _over_ours(columns)))
     if of_kind == "invariance":
         return found
     if of_kind in ("kernels", "training"):
@@ -222,6 +227,23 @@ def _time(of_kind: str, key: str, records: Column, name: str) -> str:
     counterpart = _COUNTERPART.get((of_kind, records[name].get("framework", "")), "")
     ours_us = records.get(counterpart, {}).get(key)
     return time if ours_us is None else f"{time} ({speedup(time_us / ours_us)})"
+
+
+def _over_ours(columns: Sequence[Column]) -> list[list[str]]:
+    """vLLM's time over that with the plugin: as it comes, and each by its best own setting."""
+    return [
+        [f"{which}, {clock}", *(_over_our_time(column, key, best) for column in columns)]
+        for which, best in (("as it comes", False), ("each by its best setting", True))
+        for clock, key in (("calls in a row", "row_us"), ("kernels alone", "profiler_us"))
+    ]
+
+
+def _over_our_time(records: Column, key: str, best: bool) -> str:
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for name, record in records.items():
+        if name.startswith(VLLM) and key in record and (best or "," not in name):
+            times[name.startswith(VLLM_WITH_OURS)].append(record[key])
+    return f"{min(times[False]) / min(times[True]):.2f}" if all(times.values()) else "–"
 
 
 def _ratios(results: Results, workload: str) -> dict[str, str]:
