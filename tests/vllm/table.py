@@ -19,7 +19,12 @@ from triton_kernels.integrations.vllm import FINGERPRINTS, PARTS, fingerprint
 
 FILE = Path(__file__).parents[2] / "triton_kernels" / "integrations" / "vllm.md"
 TESTS = {
-    "towers and parts": ("test_towers.py", "test_parts.py", "test_neighbour.py"),
+    "towers and parts": (
+        "test_towers.py",
+        "test_parts.py",
+        "test_neighbour.py",
+        "test_benchmark.py",
+    ),
     "whole answers": ("test_answers.py",),
 }
 _HEAD = "| vLLM |"
