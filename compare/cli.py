@@ -110,7 +110,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_results(report)
     report.add_argument("--out", type=Path, metavar="FILE", help="default: report.md in DIR")
     report.add_argument(
-        "--readme", type=Path, metavar="FILE", help="also renew the tables of this file"
+        "--readme",
+        type=Path,
+        nargs="+",
+        default=(),
+        metavar="FILE",
+        help="also renew the tables of these files",
     )
     return parser
 

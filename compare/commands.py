@@ -179,13 +179,13 @@ def run_stress(options: Namespace) -> int:
 def run_report(options: Namespace) -> int:
     """Write the report, and renew a README's results where one is named."""
     directory = options.results or result_files.DEFAULT_DIRECTORY
-    if options.readme is not None:
-        read_readme(options.readme)  # what cannot be renewed is refused before anything is written
+    for page in options.readme:
+        read_readme(page)  # what cannot be renewed is refused before anything is written
     out = write_report(directory, options.out or directory / REPORT)
     say(f"Wrote {out}")
-    if options.readme is not None:
-        update_readme(options.readme, directory, out)
-        say(f"Renewed the results in {options.readme}")
+    for page in options.readme:
+        update_readme(page, directory, out)
+        say(f"Renewed the results in {page}")
     return AGREES
 
 

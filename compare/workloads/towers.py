@@ -61,6 +61,11 @@ class TowerWorkload:
         return int(sum(t * h * w for t, h, w in self.grid_thw))
 
     @property
+    def windows(self) -> int:
+        """Windows of all images, where the tower has windows."""
+        return len(self._attention("windows").lengths)
+
+    @property
     def bytes_moved(self) -> int:
         """Fewest bytes of the windowed layers' attention, all of them together."""
         windowed = self.config.depth - self._full_layers
