@@ -22,9 +22,10 @@ from triton_kernels.integrations.transformers import accelerate, restore
 
 every_family = pytest.mark.parametrize("model", TAKEN)
 TOLERANCE = 1e-5
-PLANNED_WHOLE = sorted(
-    TAKEN.keys() - {"video_llama_3"}
-)  # which goes through its images on the host
+# Without those whose tower says the same as another's here, and without one that goes through its
+# images on the host.
+_COPIES = {"cohere_compass", "glm4v_moe", "glm5_next", "muse_spark", "qwen3_5_moe", "qwen4_exp"}
+PLANNED_WHOLE = sorted(TAKEN.keys() - _COPIES - {"video_llama_3"})
 
 
 def assert_close(results, expected, tolerance=TOLERANCE):
