@@ -283,10 +283,13 @@ def test_report_and_readme(tmp_path, capsys):
     synthetic.write_all(tmp_path)
     readme = tmp_path / "README.md"
     readme.write_text("<!-- results:begin --><!-- results:end -->")
-    arguments = ["--results", str(tmp_path), "report", "--readme", str(readme)]
+    page = tmp_path / "page.md"
+    page.write_text("<!-- vllm:begin --><!-- vllm:end -->")
+    arguments = ["--results", str(tmp_path), "report", "--readme", str(page), str(readme)]
     assert cli.main(arguments) == commands.AGREES
     assert (tmp_path / "report.md").is_file()
     assert "![" in readme.read_text()
+    assert "No run of `python -m compare vllm`" in page.read_text()
     readme.write_bytes(b"\xff")
     (tmp_path / "report.md").unlink()
     assert cli.main(arguments) == commands.BAD_INPUT
