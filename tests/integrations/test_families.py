@@ -196,6 +196,16 @@ def test_a_callers_own_windows_where_blocks_are_told_of_nothing(monkeypatch):
     assert 36 not in bounds[2:]
 
 
+class TakesNoMore(torch.nn.Module):
+    def forward(self, hidden_states, grid_thw):
+        """As some towers of transformers 4.57."""
+
+
+def test_a_tower_that_takes_nothing_precomputed_is_given_nothing():
+    call = (torch.zeros(4, 8),), {"grid_thw": torch.tensor([[1, 2, 2]])}
+    assert plan.plan_call(TakesNoMore(), *call) is None
+
+
 def test_whole_models_with_towers_of_another_file():
     try:
         from transformers import Glm46VConfig, Glm46VForConditionalGeneration

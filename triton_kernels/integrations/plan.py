@@ -224,7 +224,7 @@ def plan_call(tower: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]
         return args, kwargs | {"own_windows": True}
     sizes = ("grid_thw", "merge_sizes") if "merge_sizes" in names else ("grid_thw",)
     needed = [given.get(name) for name in (*names[:1], *sizes)]
-    if not needed or not all(isinstance(x, torch.Tensor) for x in needed):
+    if not names or not all(isinstance(x, torch.Tensor) for x in needed):
         return None
     geometry = Geometry.of(tower) if "cu_seqlens" not in given else None
     if geometry is None:
