@@ -197,6 +197,8 @@ def test_a_callers_own_windows_where_blocks_are_told_of_nothing(monkeypatch):
 
 
 class TakesNoMore(torch.nn.Module):
+    __module__ = "transformers.models.glm4v.modeling_glm4v"
+
     def forward(self, hidden_states, grid_thw):
         """As some towers of transformers 4.57."""
 
