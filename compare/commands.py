@@ -21,6 +21,7 @@ from compare.workloads.towers import (
     INTEGRATION_WORKLOADS,
     TOWER_WORKLOADS,
     TRAINED_TOWER_WORKLOADS,
+    VLLM_WORKLOADS,
 )
 
 if TYPE_CHECKING:
@@ -147,6 +148,20 @@ def run_integration(options: Namespace) -> int:
     return _keep(options, path, *bench_towers(workloads, [*accelerated_towers(), *peer_towers()]))
 
 
+def run_vllm(options: Namespace) -> int:
+    """Time vLLM's towers with and without its plugin, beside ours and Hugging Face's."""
+    workloads = choose(VLLM_WORKLOADS, options.workload)
+    path = _benchmark_path(options)
+    from compare.bench.towers import bench_towers
+    from compare.implementations.towers import our_towers, peer_towers
+    from compare.implementations.vllm import check_installed, vllm_towers
+
+    check_installed()
+    in_torch, _ = our_towers()
+    towers = [*vllm_towers(), in_torch, *peer_towers()]
+    return _keep(options, path, *bench_towers(workloads, towers))
+
+
 def run_stress(options: Namespace) -> int:
     """Put kernels and towers under stress."""
     path = _result_path("stress", options)
@@ -167,13 +182,13 @@ def run_stress(options: Namespace) -> int:
 def run_report(options: Namespace) -> int:
     """Write the report, and renew a README's results where one is named."""
     directory = options.results or result_files.DEFAULT_DIRECTORY
-    if options.readme is not None:
-        read_readme(options.readme)  # what cannot be renewed is refused before anything is written
+    for page in options.readme:
+        read_readme(page)  # what cannot be renewed is refused before anything is written
     out = write_report(directory, options.out or directory / REPORT)
     say(f"Wrote {out}")
-    if options.readme is not None:
-        update_readme(options.readme, directory, out)
-        say(f"Renewed the results in {options.readme}")
+    for page in options.readme:
+        update_readme(page, directory, out)
+        say(f"Renewed the results in {page}")
     return AGREES
 
 

@@ -1,9 +1,11 @@
 """Device time by JAX's profiler, which records every kernel of the process, PyTorch's too.
 
 It is the only clock that both frameworks share, so the ratio of Pallas to Triton is taken from it;
-`jax.profiler.ProfileData` reads the trace without further packages.
+`jax.profiler.ProfileData` reads the trace without further packages. Where JAX is not installed, as
+beside vLLM, PyTorch's profiler tells the same of PyTorch's kernels.
 """
 
+import importlib.util
 import re
 import tempfile
 from collections.abc import Callable
@@ -98,6 +100,9 @@ def profile(run: Callable[[], None], calls: int) -> Profile | None:
     Returns:
         What the GPU did; None where the profiler saw nothing of it.
     """
+    if importlib.util.find_spec("jax") is None:
+        events = _events_by_pytorch(run)
+        return Profile(events, calls) if events else None
     import jax
 
     options = jax.profiler.ProfileOptions()
@@ -112,6 +117,19 @@ def profile(run: Callable[[], None], calls: int) -> Profile | None:
             for event in device_events(jax.profiler.ProfileData.from_file(str(path)))
         ]
     return Profile(events, calls) if events else None
+
+
+def _events_by_pytorch(run: Callable[[], None]) -> list[DeviceEvent]:
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+    return [
+        DeviceEvent(event.name, event.time_range.start * 1e3, event.time_range.elapsed_us() * 1e3)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
 
 
 def try_profile(run: Callable[[], None], calls: int) -> Profile | None:

@@ -7,7 +7,12 @@ from compare.common.result_files import Results
 from compare.workloads.towers import TOWERS
 
 KERNELS = ("triton", "pallas")
-OURS = (*KERNELS, "pallas by XLA", "torch", "flax", "accelerated", "accelerated, compiled")
+# vLLM's own, and with the plugin: alone, and beside each of its settings.
+VLLM, VLLM_WITH_OURS = "vLLM", "vLLM with ours"
+OURS = (
+    *(*KERNELS, "pallas by XLA", "torch", "flax", "accelerated", "accelerated, compiled"),
+    *(VLLM_WITH_OURS, f"{VLLM_WITH_OURS}, CUDA graphs"),
+)
 
 # Of a kind of times, a part's by and large: the unit and its microseconds.
 _KERNELS, _TOWERS = ("µs", 1.0), ("ms", 1e3)
@@ -18,6 +23,7 @@ UNITS = {
     "tower training": _TOWERS,
     "towers": _TOWERS,
     "integration": _TOWERS,
+    "vllm": _TOWERS,
 }
 
 RecordDict = dict[str, Any]

@@ -6,7 +6,7 @@ links these. `update_readme` renews what a README shows of it.
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,12 @@ from compare.common.errors import InputError, UnavailableError
 from compare.common.result_files import Results
 from compare.report import markdown, tables
 from compare.report.grouping import RecordDict, families, layer_families
-from compare.report.summary import hero_bars, summary_sentences, summary_table
+from compare.report.summary import (
+    attention_table,
+    hero_bars,
+    summary_sentences,
+    summary_table,
+)
 from compare.workloads.towers import TOWERS
 
 REPORT = "report.md"  # its name in a directory of results, and in that of each device
@@ -31,7 +36,9 @@ PARTS = (
     "training",
     "towers",
     "integration",
+    "vllm",
 )
+_BLOCKS = ("summary", "results", "checks", "attention", "sizes", "vllm")  # of a page
 _FORMER_NAMES = {"stress": "trust"}  # of a part and its file
 _HERO = "hero.svg"
 _NOTES = "notes/README.md"  # what somebody wrote about the results beside it
@@ -67,6 +74,11 @@ _METHODS = {
     "integration": "Weights, wall time of whole calls and floor as for the towers. "
     "`accelerate(model)` as it is, and with every block compiled by torch.compile. In brackets: "
     f"share of the floor, or the speedup of the accelerated tower. {_SPREAD}",
+    "vllm": "Weights, wall time of whole calls and floor as for the towers. vLLM's tower as it "
+    "comes, by its own settings (norms by its own kernels, a compiled encoder, CUDA graphs of the "
+    "very size), and with the plugin, each called as vLLM's workers call it with normalised "
+    "patches. In brackets: share of the floor, or the speedup of vLLM with the plugin. Best "
+    f"setting: the fastest of each side by that clock. {_SPREAD}",
 }
 _ROTATIONS = 'In the chart "rope + ..." is the faster of the rotations before that attention.'
 # What has to be known of one family alone.
@@ -96,11 +108,17 @@ _TITLES = {
     "rotate": "Rotation of Q and K as a pass of its own",
     **{family: f"Whole tower of {model}" for family, model in _MODELS.items()},
     "integration": "Hugging Face's tower, untouched and accelerated",
+    "vllm": "In vLLM",
 }
 _INTEGRATED = {
     "integration": _MODELS["tower"],
     "integration_qwen3": _MODELS["qwen3-tower"],
     "integration_qwen3_5": "Qwen3.5, 24 layers of 16 heads x 64",
+}
+_IN_VLLM = {
+    "vllm": _MODELS["tower"],
+    "vllm_qwen3": _MODELS["qwen3-tower"],
+    "vllm_qwen2": _MODELS["qwen2-tower"],
 }
 
 _Parts = Mapping[str, Results]
@@ -179,7 +197,7 @@ def read_readme(readme: Path) -> str:
     """A README whose results can be renewed.
 
     Raises:
-        InputError: it cannot be read, or lacks the results' markers.
+        InputError: it cannot be read, or lacks the markers of every block.
     """
     try:
         text = readme.read_text(encoding="utf-8")
@@ -187,8 +205,8 @@ def read_readme(readme: Path) -> str:
         raise InputError(
             f"cannot read {readme}: {getattr(error, 'strerror', None) or error}"
         ) from None
-    begin, end = markers("results")
-    if end not in text.partition(begin)[2]:
+    if not any(end in text.partition(begin)[2] for begin, end in map(markers, _BLOCKS)):
+        begin, end = markers("results")
         raise InputError(f"{readme} has no {begin} followed by {end}")
     return text
 
@@ -202,7 +220,8 @@ def renewed(readme: Path, directory: Path, report: Path) -> str:
     """A README's text with each of the blocks that it has renewed.
 
     `summary` is the hero chart and the table, `results` the sentences, a chart and links, `checks`
-    the outcome of agreement and stress; all of the device with the most timings.
+    the outcome of agreement and stress, `attention` the table's rows of it; all of the device with
+    the most timings. `vllm` is what was measured in vLLM on the first that has it, `sizes` of what.
 
     Args:
         readme: where the text stands as it was.
@@ -210,11 +229,12 @@ def renewed(readme: Path, directory: Path, report: Path) -> str:
         report: what that wrote, to link it.
 
     Raises:
-        InputError: the README cannot be read or lacks the results' markers, or there are no
+        InputError: the README cannot be read or lacks the markers of every block, or there are no
             results, or one cannot be read.
     """
     text = read_readme(readme)
-    folder, parts = next(iter(read_devices(directory).items()))
+    devices = read_devices(directory)
+    folder, parts = next(iter(devices.items()))
 
     def chart(title: str, name: str) -> str:
         path = folder / name
@@ -226,12 +246,27 @@ def renewed(readme: Path, directory: Path, report: Path) -> str:
         "summary": (chart("Towers' time beside Hugging Face's", _HERO), summary_table(parts)),
         "results": (summary_sentences(parts), chart(_title("tower"), "tower.svg"), links),
         "checks": (_checks(parts),),
+        "attention": (attention_table(parts),),
+        "sizes": (tables.sizes_table(),),
+        "vllm": tuple(_in_vllm(devices)),
     }
     for name, lines in blocks.items():
         begin, end = markers(name)
         block = "\n".join([begin, "\n\n".join(filter(None, lines)), end])
         text = re.sub(f"{begin}.*?{end}", lambda _, block=block: block, text, count=1, flags=re.S)
     return text
+
+
+def _in_vllm(devices: Mapping[Path, _Parts]) -> Iterator[str]:
+    measured = next((parts["vllm"] for parts in devices.values() if "vllm" in parts), None)
+    if measured is None:
+        yield "No run of `python -m compare vllm` is on record yet."
+        return
+    vllm = measured.versions.get("vllm", "of an unknown version")
+    yield f"{measured.device}, vLLM {vllm}, bf16, random weights, {measured.date[:10]}."
+    for family, workloads in families(measured).items():
+        yield f"{_IN_VLLM.get(family, family)}:"
+        yield tables.vllm_table(measured, workloads)
 
 
 def _checks(parts: _Parts) -> str:
@@ -329,6 +364,8 @@ def _timings(measured: Results, family: str, workloads: Sequence[str]) -> _Secti
     title = _title(family)
     if family in _INTEGRATED:
         title = f"Hugging Face's tower of {_INTEGRATED[family]}"
+    if family in _IN_VLLM:
+        title = f"vLLM's tower of {_IN_VLLM[family]}"
     times = tables.timing_tables(measured, workloads)
     if measured.part == "invariance":  # the family's remarks and chart are those of the kernels
         return _Section("\n\n".join(times), title)

@@ -1,6 +1,6 @@
 """The numbers that a reader wants first: a table, three sentences, the bars of the hero chart."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from compare.common.console import number
@@ -93,7 +93,16 @@ def summary_table(parts: Mapping[str, Results]) -> str:
 
     A Markdown table of one device's parts; empty where neither towers nor kernels are on record.
     """
-    rows = [row for subject in (_TOWERS, _WINDOWS, _FRAMES) for row in _rows(subject, parts)]
+    return _table((_TOWERS, _WINDOWS, _FRAMES), parts)
+
+
+def attention_table(parts: Mapping[str, Results]) -> str:
+    """Of the same table the rows of the attention alone."""
+    return _table((_WINDOWS, _FRAMES), parts)
+
+
+def _table(subjects: Sequence[_Subject], parts: Mapping[str, Results]) -> str:
+    rows = [row for subject in subjects for row in _rows(subject, parts)]
     if not rows:
         return ""
     device = next(iter(parts.values())).device

@@ -10,6 +10,8 @@ from compare.report.grouping import (
     KERNELS,
     OURS,
     UNITS,
+    VLLM,
+    VLLM_WITH_OURS,
     Column,
     RecordDict,
     family,
@@ -20,10 +22,13 @@ from compare.report.grouping import (
 )
 from compare.report.markdown import speedup, table
 from compare.workloads.kernels import FRAMES_MIX, FRAMES_MIX_PARTS
+from compare.workloads.towers import VLLM_WORKLOADS, TowerWorkload
 
 _SERVER = "server"  # the kind of stress whose cases are calls of towers
 _WORDS = {"hopper_stream": "warp-specialized"}  # for a kernel's name
 _STEPS = 3  # a tower's table of errors has so many of its layers, the last one besides
+
+_CLOCKS = {"calls in a row": "row_us", "kernels alone": "profiler_us"}
 
 # Ours, whose speedup over a peer of the same framework is told.
 _COUNTERPART = {
@@ -32,6 +37,7 @@ _COUNTERPART = {
     ("towers", "torch"): "torch",
     ("towers", "jax"): "flax",
     ("integration", "torch"): "accelerated",
+    ("vllm", "torch"): VLLM_WITH_OURS,
     ("invariance", "torch"): "triton",
     ("invariance", "jax"): "pallas",
     ("training", "torch"): "triton",
@@ -146,6 +152,8 @@ def timing_tables(results: Results, workloads: Sequence[str]) -> list[str]:
     names = ranking(results, workloads)
     found = [_medians(results, workloads, columns, names)]
     of_kind = kind(results, workloads)
+    if of_kind == "vllm":
+        found.append(vllm_table(results, workloads))
     if of_kind == "invariance":
         return found
     if of_kind in ("kernels", "training"):
@@ -156,7 +164,7 @@ def timing_tables(results: Results, workloads: Sequence[str]) -> list[str]:
         rows = _rows(names, columns, _memory)
         found.append(_details("most memory of a call, MiB", workloads, rows))
     else:
-        for title, key in (("calls in a row", "row_us"), ("kernels alone", "profiler_us")):
+        for title, key in _CLOCKS.items():
             rows = _rows(names, columns, partial(_time, of_kind, key))
             found.append(_details(f"{title}, ms", workloads, _bold(rows)))
         in_a_row = any("row_us" in record for column in columns for record in column.values())
@@ -222,6 +230,47 @@ def _time(of_kind: str, key: str, records: Column, name: str) -> str:
     counterpart = _COUNTERPART.get((of_kind, records[name].get("framework", "")), "")
     ours_us = records.get(counterpart, {}).get(key)
     return time if ours_us is None else f"{time} ({speedup(time_us / ours_us)})"
+
+
+def vllm_table(results: Results, workloads: Sequence[str]) -> str:
+    """vLLM's time over that with the plugin: as it comes, and each by its best own setting."""
+    columns = [timed(results, workload) for workload in workloads]
+    rows = [
+        [f"{which}, {clock}", *(_over_our_time(column, key, best) for column in columns)]
+        for which, best in (("as it comes", False), ("each by its best setting", True))
+        for clock, key in _CLOCKS.items()
+    ]
+    return _details("vLLM's time over ours", workloads, rows)
+
+
+def sizes_table() -> str:
+    """Sequence lengths of what is measured in vLLM, by family."""
+    rows = []
+    for name, workload in VLLM_WORKLOADS.items():
+        if family(name) == "vllm":
+            other = VLLM_WORKLOADS[name.replace("vllm", "vllm_qwen3", 1)]
+            longest = max(h * w for _, h, w in workload.grid_thw)
+            lengths = workload.tokens, workload.windows, longest, _merged(workload)
+            cells = (*lengths, other.tokens, _merged(other))
+            rows.append([size(name), *(f"{cell:,}" for cell in cells)])
+    of_both = ("patches", "tokens to the language model")
+    headings = [
+        f"Qwen2.5-VL: {of_both[0]}",
+        *("windows", "longest frame", of_both[1], f"Qwen3-VL: {of_both[0]}", of_both[1]),
+    ]
+    return table(["size", *headings], rows)
+
+
+def _merged(workload: TowerWorkload) -> int:
+    return workload.tokens // workload.config.merge_unit
+
+
+def _over_our_time(records: Column, key: str, best: bool) -> str:
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for name, record in records.items():
+        if name.startswith(VLLM) and key in record and (best or "," not in name):
+            times[name.startswith(VLLM_WITH_OURS)].append(record[key])
+    return f"{min(times[False]) / min(times[True]):.2f}" if all(times.values()) else "–"
 
 
 def _ratios(results: Results, workload: str) -> dict[str, str]:

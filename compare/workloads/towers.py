@@ -61,6 +61,11 @@ class TowerWorkload:
         return int(sum(t * h * w for t, h, w in self.grid_thw))
 
     @property
+    def windows(self) -> int:
+        """Windows of all images, where the tower has windows."""
+        return len(self._attention("windows").lengths)
+
+    @property
     def bytes_moved(self) -> int:
         """Fewest bytes of the windowed layers' attention, all of them together."""
         windowed = self.config.depth - self._full_layers
@@ -98,9 +103,11 @@ class TowerWorkload:
         )
 
 
-def _mixed_images(count: int, smallest: int, largest: int) -> tuple[Visual, ...]:
+def _mixed_images(
+    count: int, smallest: int, largest: int, patch: int = PATCH
+) -> tuple[Visual, ...]:
     """Images whose long sides grow evenly, in turn of the shapes that photographs have."""
-    unit = 2 * PATCH
+    unit = 2 * patch
     long_sides = np.linspace(smallest, largest, count)
     shapes = itertools.cycle([(3, 4), (2, 3), (1, 1), (9, 16), (4, 3), (3, 2), (16, 9)])
     return tuple(
@@ -172,5 +179,24 @@ INTEGRATION_WORKLOADS = {
     for family, config in INTEGRATIONS.items()
     for workload in [
         TowerWorkload(f"{family}-{side}", (Visual(side, side),), config) for side in SIDES
+    ]
+}
+
+# In vLLM, the towers that its plugin is measured in.
+VLLM_TOWERS = {
+    "vllm": TOWERS["tower"],
+    "vllm_qwen3": TOWERS["qwen3-tower"],
+    "vllm_qwen2": TOWERS["qwen2-tower"],
+}
+
+VLLM_WORKLOADS = {
+    workload.name: workload
+    for family, config in VLLM_TOWERS.items()
+    for workload in [
+        *(TowerWorkload(f"{family}-{side}", (Visual(side, side),), config) for side in SIDES),
+        TowerWorkload(f"{family}-video-16x448", (Visual(448, 448, frames=16),), config),
+        TowerWorkload(
+            f"{family}-batch-32", _mixed_images(32, 224, 1344, config.patch_size), config
+        ),
     ]
 }

@@ -181,7 +181,11 @@ FAMILIES |= {
     # Older files of it state an empty deepstack_visual_indexes.
     "qwen3_5": replace(
         _QWEN3_VL,
-        model_types=("qwen3_5", "qwen3_5_vision", "qwen3_5_moe", "qwen3_5_moe_vision"),
+        model_types=tuple(
+            f"{model}{rest}"
+            for model in ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
+            for rest in ("", "_vision")
+        ),
         deepstack=None,
         config_keys=_SIZES | _same("num_position_embeddings"),
         defaults={**_QWEN3_VL.defaults, "deepstack_visual_indexes": ()},

@@ -17,6 +17,7 @@ from compare.common.result_files import Record
 from tests.compare import synthetic
 
 ROOT = Path(__file__).parents[2]
+BENCHMARKS = ["kernels", "fusion", "training", "towers", "integration", "vllm"]
 
 
 @pytest.fixture
@@ -55,6 +56,7 @@ def gpu_benchmarks(monkeypatch, tmp_path):
         monkeypatch.setattr(environment, "has_gpu", lambda: True)
         monkeypatch.setattr(environment, "device_name", lambda: "Imaginary GPU")
         monkeypatch.setattr(commands, "_check_pytorch", lambda: None)
+        monkeypatch.setattr("compare.implementations.vllm.check_installed", lambda: None)
         monkeypatch.setattr(result_files, "DEFAULT_DIRECTORY", tmp_path / "default")
         return tmp_path / "default"
 
@@ -163,7 +165,7 @@ def test_what_is_wrong_outweighs_what_could_not_be_done(monkeypatch, codes, stat
         (False, False, commands.AGREES),
     ],
 )
-@pytest.mark.parametrize("part", ["kernels", "fusion", "training", "towers", "integration"])
+@pytest.mark.parametrize("part", BENCHMARKS)
 def test_a_wrong_result_of_ours_fails_a_benchmark(
     gpu_benchmarks, part, ours, passed, status, tmp_path, capsys
 ):
@@ -179,6 +181,7 @@ WORKLOAD_OF = {
     "training": "frames-448",
     "towers": "tower-448",
     "integration": "integration-448",
+    "vllm": "vllm-448",
 }
 
 
@@ -258,13 +261,13 @@ def test_stress_takes_a_positive_time(seconds, capsys):
     assert "expected a positive number" in sentence(capsys)
 
 
-@pytest.mark.parametrize("part", ["kernels", "fusion", "training", "towers", "integration"])
+@pytest.mark.parametrize("part", BENCHMARKS)
 def test_benchmarks_need_a_gpu(without_gpu, part, capsys):
     assert cli.main([part]) == commands.BAD_INPUT
     assert f"{part} measures on a CUDA GPU, and this machine has none" in sentence(capsys)
 
 
-@pytest.mark.parametrize("part", ["kernels", "training", "towers", "integration"])
+@pytest.mark.parametrize("part", WORKLOAD_OF)
 def test_an_unknown_workload_is_named(part, capsys):
     assert cli.main([part, "--workload", "windows-7"]) == commands.BAD_INPUT
     assert "unknown workload 'windows-7'; known: " in sentence(capsys)
@@ -298,10 +301,13 @@ def test_report_and_readme(tmp_path, capsys):
     synthetic.write_all(tmp_path)
     readme = tmp_path / "README.md"
     readme.write_text("<!-- results:begin --><!-- results:end -->")
-    arguments = ["--results", str(tmp_path), "report", "--readme", str(readme)]
+    page = tmp_path / "page.md"
+    page.write_text("<!-- vllm:begin --><!-- vllm:end -->")
+    arguments = ["--results", str(tmp_path), "report", "--readme", str(page), str(readme)]
     assert cli.main(arguments) == commands.AGREES
     assert (tmp_path / "report.md").is_file()
     assert "![" in readme.read_text()
+    assert "No run of `python -m compare vllm`" in page.read_text()
     readme.write_bytes(b"\xff")
     (tmp_path / "report.md").unlink()
     assert cli.main(arguments) == commands.BAD_INPUT

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import profiler_legacy
 
 from tests.cpu_recorder import CpuRecorder
+from tests.integrations import families
 from tests.integrations.hugging_face import (
     DEVICE,
     GRIDS,
@@ -107,6 +108,21 @@ def test_replays_have_the_bits_of_the_calls(recorder, family):
     for (seed, name), found in results.items():  # which later replays have not written to
         assert_same(found, call(eager, GRIDS[name], seed))
     assert type(tower(*random_inputs(tower, IMAGE))) is type(eager(*random_inputs(eager, IMAGE)))
+
+
+@pytest.mark.skipif(not plan.BOUNDED, reason="this transformers takes no bound")
+@pytest.mark.parametrize("model", ["kimi_k25", "muse_spark", "video_llama_3"])
+def test_towers_that_work_out_more_of_a_grid_are_replayed_too(recorder, model):
+    tower = families.make(model).bfloat16().requires_grad_(False)
+    patches, further = families.random_call(model, tower, [(2, 4, 6), (1, 2, 4)])
+    patches = patches.bfloat16()
+    accelerate(tower)
+    for _ in range(CALLS):
+        results = tensors_of(tower(patches, **further))
+    assert len(recorder.recorded) == len(recorder.replayed) == 1
+    assert_same(
+        results, tensors_of(accelerate(restore(tower), cuda_graphs=False)(patches, **further))
+    )
 
 
 def load(tower):

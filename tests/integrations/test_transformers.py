@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.integrations import table
 from tests.integrations.hugging_face import (
     CLASSES,
     DEVICE,
@@ -104,10 +105,12 @@ def test_every_attention_function_of_hugging_faces_is_replaced(implementation):
 
 
 def test_what_is_swapped():
-    layers = {"FusedAttention", "FusedRMSNorm", "AlignedMLP"}
-    assert kinds_of(accelerate(make_tower("qwen2_5"))) & layers == layers
-    for family in ("qwen2", "qwen3"):
-        assert kinds_of(accelerate(make_tower(family))) & layers == {"FusedAttention"}
+    _, rows = table.read()
+    for family, cls in CLASSES.items():
+        tower = accelerate(make_tower(family))
+        assert "FusedAttention" in kinds_of(tower)
+        assert table.replaced(tower) == rows[plan.model_of(cls)][0]
+    assert rows["qwen2_5_vl"][0] == "RMSNorm, gated MLP"
 
 
 @pytest.mark.parametrize("part", ["whole", "inner", "tower"])
@@ -183,7 +186,7 @@ def test_what_a_caller_has_precomputed_counts_and_not_the_plan(own, monkeypatch)
 
 
 def test_a_plan_has_one_bound_for_frames_of_many_lengths():
-    geometry = plan.Geometry(2, 112, 14, None, of_clips=False)
+    geometry = plan.Geometry(2, 112, 14)
     longest = [
         plan._plan(geometry, ((1, side, side),), torch.device("cpu"))["longest_frame"]
         for side in (28, 30, 32, 34)

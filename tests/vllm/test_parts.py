@@ -11,6 +11,7 @@ from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.models import qwen2_5_vl, qwen2_vl
 from vllm.platforms import current_platform
 
+from tests.vllm import table
 from tests.vllm.towers import Case, error
 from triton_kernels.integrations import mlp as aligned
 from triton_kernels.integrations import vllm as plugin
@@ -33,6 +34,11 @@ def hopper(lines, monkeypatch):
 def test_all_code_of_this_version_is_known(hopper):
     plugin.register()
     assert not any("not known" in line or "failed" in line for line in hopper)
+
+
+def test_the_table_has_this_version():
+    version, folder = table.installed()
+    assert table.read()[version][: len(plugin.PARTS)] == table.known(folder)
 
 
 def test_an_unknown_version_is_left_alone(case, hopper, monkeypatch):

@@ -17,6 +17,9 @@ from triton_kernels.attention import fused_rope_attention, fused_rope_attention_
 from triton_kernels.integrations.forms import NORMS, Form
 from triton_kernels.integrations.plain import plain_weight
 
+# An attribute of segments that are planned: the upper bound on their tokens.
+BOUND = "longest_segment"
+
 _THETA = 10000.0  # transformers 4.57 has it in its code, not in the configuration
 
 
@@ -97,7 +100,8 @@ class FusedAttention(StandIn):
             position_embeddings: cos and sin, [tokens, head_dim] or [1, tokens, head_dim], the
                 second half like the first; or the angles, [tokens, head_dim / 2].
             rotary_pos_emb: the angles, where `position_embeddings` is None.
-            longest_frame: upper bound on a frame's tokens, as planned for the call.
+            longest_frame: upper bound on a frame's tokens, as planned for the call, where
+                `cu_seqlens` has none of its own, BOUND.
             max_seqlen: upper bound on a segment's tokens, as Hugging Face has it in a call that was
                 not planned. Where neither is there, frames are measured, which waits for the GPU.
             own_windows: whether the caller divided the tower's tokens into windows, whose bound is
@@ -126,8 +130,10 @@ class FusedAttention(StandIn):
             cos, sin = cos.flatten(0, -2), sin.flatten(0, -2)
         half = head_dim // 2
         cos, sin = cos[:, :half].float(), sin[:, :half].float()
+        bound = getattr(cu_seqlens, BOUND, None)
+        if bound is None:
+            bound = (not own_windows and self.longest_window) or longest_frame or max_seqlen
         cu_seqlens = cu_seqlens.to(hidden_states.device, torch.int32)
-        bound = (not own_windows and self.longest_window) or longest_frame or max_seqlen
         scale = self.scaling
         first = getattr(self, form.inputs[0])(hidden_states)
         norms = self._norms(first.dtype) if form.normed else {}

@@ -1,11 +1,15 @@
 """Reading device time out of a profiler's trace."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("jax")
 
 from jax.profiler import ProfileData
 
+from compare.bench import jax_profiler
 from compare.bench.jax_profiler import DeviceEvent, Profile, device_events, group_of
 
 # Two calls of two kernels on two streams; the lines that repeat them, and the host, do not count.
@@ -47,6 +51,26 @@ def test_events_of_the_gpus_streams():
     assert measured.timing().median_us == pytest.approx((7 + 9) / 2)
     assert measured.timing().spread_us == pytest.approx(0.8 * (9 - 7))
     assert measured.by_kernel() == {"attention": pytest.approx(5), "rope": pytest.approx(3)}
+
+
+def test_without_jax_pytorchs_profiler_tells(monkeypatch):
+    torch = pytest.importorskip("torch")
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    place = SimpleNamespace(start=3.0, elapsed_us=lambda: 7.0)
+    told = [
+        SimpleNamespace(name=name, device_type=device, is_user_annotation=named, time_range=place)
+        for name, device, named in (
+            ("rope", cuda, False),
+            ("call", cuda, True),
+            ("add", cpu, False),
+        )
+    ]
+    profiler = contextlib.nullcontext(SimpleNamespace(events=lambda: told))
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: profiler)
+    monkeypatch.setattr(jax_profiler.importlib.util, "find_spec", lambda name: None)
+    ran = []
+    assert jax_profiler.profile(lambda: ran.append(1), 2).events == [DeviceEvent("rope", 3e3, 7e3)]
+    assert ran == [1]
 
 
 def test_calls_that_do_not_divide_evenly_give_their_mean():

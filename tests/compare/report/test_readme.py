@@ -10,40 +10,53 @@ from compare.report import report
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
 RESULTS = ROOT / "compare" / "results"
+INTEGRATIONS = ROOT / "triton_kernels" / "integrations"
+VLLM, PROPOSAL = INTEGRATIONS / "vllm.md", INTEGRATIONS / "vllm-proposal.md"
 PAGES = sorted(
-    [README, ROOT / "CONTRIBUTING.md", ROOT / "flax_models" / "README.md", *RESULTS.rglob("*.md")]
+    [
+        *(README, ROOT / "CONTRIBUTING.md", ROOT / "flax_models" / "README.md"),
+        *(*RESULTS.rglob("*.md"), *INTEGRATIONS.glob("*.md")),
+    ]
 )
-BLOCKS = ("summary", "results", "checks")
+# Of each page with figures, the blocks that are generated.
+BLOCKS = {
+    README: ("summary", "results", "checks"),
+    VLLM: ("vllm",),
+    PROPOSAL: ("sizes", "attention", "vllm"),
+}
+every_page = pytest.mark.parametrize("page", BLOCKS, ids=lambda page: page.name)
 # A figure of a measurement: a number and what it counts.
 FIGURE = re.compile(r"\d[\d,.]*\s?(?:[x×%]|µs|us|ms|times|[GMT]i?B|TB/s|TFLOP/s|GHz|W)(?![\w])")
 # Of rules and shapes, not of measurements.
-NOT_MEASURED = ("1.1 times",)
+NOT_MEASURED = {README: ("1.1 times",), VLLM: (), PROPOSAL: ()}
 
 
-def text():
-    return README.read_text(encoding="utf-8")
+def text(page=README):
+    return page.read_text(encoding="utf-8")
 
 
-def written_by_hand():
-    rest = text()
-    for block in BLOCKS:
+def written_by_hand(page):
+    rest = text(page)
+    for block in BLOCKS[page]:
         begin, end = report.markers(block)
         before, begun, inner = rest.partition(begin)
         _, ended, after = inner.partition(end)
-        assert begun, f"the README has no {begin}"
-        assert ended, f"the README has no {end} behind {begin}"
+        assert begun, f"{page.name} has no {begin}"
+        assert ended, f"{page.name} has no {end} behind {begin}"
         rest = before + after
     return rest
 
 
-def test_the_readme_shows_the_committed_results():
-    renewed = report.renewed(README, RESULTS, RESULTS / report.REPORT)
-    assert renewed == text(), "renew it: python -m compare report --readme README.md"
+@every_page
+def test_a_page_shows_the_committed_results(page):
+    renewed = report.renewed(page, RESULTS, RESULTS / report.REPORT)
+    assert renewed == text(page), f"renew it: python -m compare report --readme {page}"
 
 
-def test_no_measured_figure_is_written_by_hand():
-    rest = written_by_hand()
-    for known in NOT_MEASURED:
+@every_page
+def test_no_measured_figure_is_written_by_hand(page):
+    rest = written_by_hand(page)
+    for known in NOT_MEASURED[page]:
         assert known in rest, f"{known} need not be excused"
         rest = rest.replace(known, "")
     assert FIGURE.findall(rest) == []

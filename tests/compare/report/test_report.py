@@ -85,6 +85,28 @@ def test_a_readmes_blocks_are_renewed_and_the_rest_kept(directory, tmp_path):
     assert readme.read_text() == once
 
 
+def test_pages_on_vllm_show_the_first_device_that_was_measured_there(tmp_path):
+    records = synthetic.timing_records(("windows", "frames"), synthetic.KERNELS)
+    kernels = synthetic.as_results("kernels", [*records, *records])
+    result_files.write(kernels, result_files.default_path("kernels", kernels.device, tmp_path))
+    times = {"vLLM": ("torch", 60e3), "vLLM with ours": ("torch", 20e3)}
+    records = synthetic.timing_records(("vllm", "vllm_qwen3"), times)
+    other = replace(synthetic.as_results("vllm", records), device="B", versions={"vllm": "0.26.0"})
+    result_files.write(other, result_files.default_path("vllm", "B", tmp_path))
+    page = tmp_path / "page.md"
+    page.write_text(blocks("attention", "sizes", "vllm"))
+    renewed = report.renewed(page, tmp_path, tmp_path / report.REPORT)
+    attention, sizes, vllm = (
+        renewed.partition(report.markers(b)[0])[2] for b in report._BLOCKS[3:]
+    )
+    assert "attention in windows of 64" in attention.partition("<!--")[0]
+    assert "vision tower" not in attention
+    assert "| 1344 | 9,216 | 144 | 9,216 | 2,304 | 7,056 | 1,764 |" in sizes
+    assert "B, vLLM 0.26.0, bf16" in vllm
+    assert "\nQwen3-VL 8B:\n" in vllm
+    assert vllm.count("| as it comes, kernels alone | 3.00 | 3.00 | 3.00 | 3.00 |") == 2
+
+
 def test_training_stands_beside_the_kernels_of_the_same_families(directory):
     kernels = result_files.read(directory / "imaginary-gpu" / "kernels.json")
     path = directory / "imaginary-gpu" / "training.json"

@@ -50,4 +50,4 @@ def test_the_reports_are_of_the_committed_results():
     reports |= {folder: report.device_report(folder, parts) for folder, parts in devices.items()}
     for folder, text in reports.items():
         committed = (folder / report.REPORT).read_text(encoding="utf-8")
-        assert committed == text, "write it anew: python -m compare report --readme README.md"
+        assert committed == text, "write it anew: python -m compare report"

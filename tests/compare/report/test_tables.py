@@ -6,6 +6,7 @@ import pytest
 
 from compare.common.console import number
 from compare.common.result_files import Record
+from compare.report import report
 from compare.report.grouping import families, size
 from compare.report.markdown import notes, speedup, table
 from compare.report.tables import agreement_line, timing_tables
@@ -184,6 +185,31 @@ def test_integration_sets_hugging_face_against_the_accelerated_tower():
     assert lines[4].startswith("| **accelerated, compiled** | **5** (0% of floor) |")
     assert lines[5].startswith("| Hugging Face FA2 varlen | 17 (2.8x) |")
     assert lines[6].startswith("| Hugging Face SDPA | 31 (5.2x) |")
+
+
+def test_vllms_time_over_that_with_the_plugin():
+    times = {
+        "vLLM": ("torch", 60e3),
+        "vLLM, CUDA graphs": ("torch", 45e3),
+        "vLLM with ours": ("torch", 30e3),
+        "vLLM with ours, CUDA graphs": ("torch", 25e3),
+        "torch": ("torch", 20e3),
+    }
+    records = synthetic.timing_records(("vllm_qwen3",), times)
+    records = [replace(r, profiler_us=None if "graphs" in r.implementation else r.profiler_us)
+               for r in records]  # fmt: skip
+    measured = synthetic.as_results("vllm", records)
+    assert timing_table(measured, ["vllm_qwen3-448"]).splitlines()[-1] == (
+        "| vLLM | 60 (2.0x) | 2.0% | 2.70e-03 |"
+    )
+    assert details(measured, ["vllm_qwen3-448"])["vLLM's time over ours"][2:] == [
+        "| as it comes, calls in a row | 2.00 |",
+        "| as it comes, kernels alone | 2.00 |",
+        "| each by its best setting, calls in a row | 1.80 |",
+        "| each by its best setting, kernels alone | 2.00 |",
+    ]
+    (_, section) = report._sections(measured)
+    assert section.title == "vLLM's tower of Qwen3-VL 8B"
 
 
 def test_twins_are_compared_by_one_clock():

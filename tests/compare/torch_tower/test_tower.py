@@ -18,8 +18,11 @@ from flax_models import plan_layout  # noqa: E402
 from tests.compare.torch_tower.torch_results import numpy, rows, tensors  # noqa: E402
 from tests.tower_checkpoints import (  # noqa: E402
     GRIDS,
+    SMALL_TOWERS,
     WINDOWS_ALONE,
+    config_json,
     random_patches,
+    random_tensors,
     write_checkpoint,
 )
 from tests.tower_contract import (  # noqa: E402
@@ -53,6 +56,21 @@ class TestTorchTower(TorchTower, TowerContract):
 
 class TestTorchTowerAgainstHuggingFace(TorchTower, HuggingFaceContract):
     """Equality with Hugging Face's tower."""
+
+
+def test_the_tower_of_the_experimental_qwen4_is_qwen3_5s(tmp_path):
+    theirs = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+    values = config_json(SMALL_TOWERS["qwen3_5"])
+    del values["model_type"]
+    tower = theirs.Qwen4ExpVisionModel(theirs.Qwen4ExpVisionConfig(**values)).eval()
+    tensors = {n: torch.from_numpy(x) for n, x in random_tensors(SMALL_TOWERS["qwen3_5"]).items()}
+    tower.load_state_dict(tensors)
+    tower.save_pretrained(tmp_path)
+    patches, grid = random_patches(SMALL_TOWERS["qwen3_5"], GRIDS["mix"]), GRIDS["mix"]
+    with torch.no_grad():
+        expected = tower(torch.tensor(patches), torch.tensor(grid)).pooler_output
+    ours = rows(TorchTower.load(tmp_path, "float32"), patches, grid)
+    assert relative_error(ours, expected.numpy()) < FP32_TOLERANCE
 
 
 class Adapter(torch.nn.Module):

@@ -20,6 +20,7 @@ from compare.workloads.towers import (
     INTEGRATION_WORKLOADS,
     TOWER_WORKLOADS,
     TRAINED_TOWER_WORKLOADS,
+    VLLM_WORKLOADS,
 )
 from flax_models.common.checkpoint import expected_tensors
 
@@ -39,6 +40,8 @@ def test_names():
     assert list(TRAINING_WORKLOADS)[: len(square)] == square
     integrations = ("integration", "integration_qwen3", "integration_qwen3_5")
     assert list(INTEGRATION_WORKLOADS) == [f"{i}-{s}" for i in integrations for s in SIDES]
+    in_vllm = ("vllm", "vllm_qwen3", "vllm_qwen2")
+    assert list(VLLM_WORKLOADS) == [f"{i}-{s}" for i in in_vllm for s in (*sizes, "batch-32")]
 
 
 @pytest.mark.parametrize("side", SIDES)

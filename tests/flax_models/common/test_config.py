@@ -202,6 +202,7 @@ def test_reads_whole_models_of_the_other_families(tmp_path):
     [
         *(("qwen3_vl", f"qwen3_vl{rest}") for rest in ("", "_vision", "_moe", "_moe_vision")),
         *(("qwen3_5", f"qwen3_5{rest}") for rest in ("", "_vision", "_moe", "_moe_vision")),
+        *(("qwen3_5", f"qwen4_exp{rest}") for rest in ("", "_vision")),
         ("qwen3_omni_moe", "qwen3_omni_moe_vision_encoder"),
     ],
 )
