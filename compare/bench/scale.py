@@ -15,11 +15,12 @@ from compare.common.console import number, print_missing, print_table, progress,
 from compare.common.errors import UnavailableError
 from compare.common.result_files import Record
 from compare.implementations import encoders, huggingface
-from compare.implementations.encoders import STAGES, Encoded, Encoder, Job
+from compare.implementations.encoders import Encoded, Encoder, Job
 from compare.workloads import photographs
-from compare.workloads.scale import ScaleWorkload, Sizes, write_photographs
+from compare.workloads.scale import STAGES, ScaleWorkload, Sizes, write_photographs
 
-AIM = 0.9  # of what the tower reaches alone
+_AIM = 0.9  # of what the tower reaches alone
+_CORES = os.cpu_count() or 1
 
 
 def bench_scale(
@@ -71,7 +72,7 @@ def _measure(
     done: dict[str, Encoded] = {}
     limit = None
     for encoder in progress([baseline, *measured], workload.name):
-        details = {"gpus": workload.gpus, "photographs": len(job.files), "cores": os.cpu_count()}
+        details = {"gpus": workload.gpus, "photographs": len(job.files), "cores": _CORES}
         blank = Record(
             workload.name,
             encoder.name,
@@ -84,7 +85,9 @@ def _measure(
             if workload.gpus > environment.gpu_count():
                 raise UnavailableError(f"there are fewer GPUs here: {environment.gpu_count()}")
             found = encoder.run(job)
-            error = relative_rms_error(torch.tensor(found.vectors), torch.tensor(exact[encoder.ours]))
+            error = relative_rms_error(
+                torch.tensor(found.vectors), torch.tensor(exact[encoder.ours])
+            )
             limit = error if encoder.name == baseline.name else limit
             if limit is None:
                 raise UnavailableError("not timed: no bf16 baseline to judge it by")
@@ -105,8 +108,8 @@ def _measure(
                     details=details | told,
                 )
             )
-        except Exception as error:  # what the others do still counts
-            records.append(blank.failed(error))
+        except Exception as failure:  # what the others do still counts
+            records.append(blank.failed(failure))
     return records
 
 
@@ -129,7 +132,7 @@ def _told(found: Encoded, alone: Encoded | None) -> dict[str, object]:
         stages = alone.stages | reading | found.stages
         on_cores = found.reading + found.stages["writing"]
         wanted = alone.patches / alone.seconds * found.images / found.patches  # images a second
-        told |= {"reading_ms": found.reading * 1e3, "cores_wanted": AIM * wanted * on_cores}
+        told |= {"reading_ms": found.reading * 1e3, "cores_wanted": _AIM * wanted * on_cores}
     return told | {"stages_ms": {stage: stages[stage] * 1e3 for stage in STAGES if stage in stages}}
 
 
@@ -138,7 +141,7 @@ def _print(workload: ScaleWorkload, records: Sequence[Record]) -> None:
     columns = ("images/s", "patches/s", "of alone", "padding", "busy", *STAGES, "rel. RMS")
     print_table(
         f"{workload.name}: {records[0].details['photographs']:,} photographs, "
-        f"{os.cpu_count()} cores; stages in ms a photograph",
+        f"{_CORES} cores; stages in ms a photograph",
         ("", *columns),
         [
             [
@@ -155,7 +158,7 @@ def _print(workload: ScaleWorkload, records: Sequence[Record]) -> None:
     for told in timed:
         if "cores_wanted" in told:
             say(
-                f"  {told[''].implementation}: {AIM:.0%} of its tower alone would take "
+                f"  {told[''].implementation}: {_AIM:.0%} of its tower alone would take "
                 f"{number(told['cores_wanted'])} cores, of which a photograph takes one "
                 f"{number(told['reading_ms'])} ms"
             )

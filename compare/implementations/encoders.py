@@ -27,13 +27,10 @@ from PIL import Image
 
 from compare.common.errors import UnavailableError
 from compare.implementations import huggingface
-from compare.implementations.towers import JaxTower, Tower, TorchTower
+from compare.implementations.towers import JaxTower, TorchTower, Tower
 from compare.workloads.arrays import torch_device
 from compare.workloads.scale import Sizes
 from flax_models import ImageConfig, preprocess
-
-# What a photograph goes through: on cores the first two and the last, the others on a GPU.
-STAGES = ("decode", "patches", "upload", "tower", "writing")
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _WARM_UP = 512  # files that a first run of the command encodes, by which programs are compiled
@@ -78,7 +75,7 @@ class Encoded:
         images, patches: how many were encoded.
         seconds: in which.
         vectors: of the checked files, fp32 [files, hidden_size], as they came out of it.
-        stages: seconds of a core or of a GPU for a photograph, by its name in `STAGES`.
+        stages: seconds of a core or of a GPU for a photograph, by one of `STAGES`.
         padding: patches beside, by which calls were padded.
         compile_s: the seconds before, in which programs were compiled.
         peak_memory_mib: of a GPU, None where it is not known.

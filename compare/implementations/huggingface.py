@@ -134,7 +134,10 @@ def hidden_states(model: torch.nn.Module, pixel_values: Any, grid_thw: Any) -> l
 
 
 def pooled(model: torch.nn.Module, pixel_values: Any, grid_thw: Any) -> torch.Tensor:
-    """Means [images, hidden_size] fp32 of what enters the merger, our towers' "pooled"."""
+    """Our towers' "pooled" [images, hidden_size]: means of what enters the merger.
+
+    fp32, but rounded to the tower's dtype, as theirs are.
+    """
     entering: list[torch.Tensor] = []
     hook = model.merger.register_forward_pre_hook(lambda _, inputs: entering.append(inputs[0]))
     try:
@@ -143,7 +146,7 @@ def pooled(model: torch.nn.Module, pixel_values: Any, grid_thw: Any) -> torch.Te
         hook.remove()
     # In window order: an image's patches stay together.
     images = entering[0].split(grid_thw.prod(dim=1).tolist())
-    return torch.stack([patches.float().mean(dim=0) for patches in images])
+    return torch.stack([patches.mean(dim=0).float() for patches in images])
 
 
 def image_processor(directory: str | os.PathLike[str]) -> Any:

@@ -11,6 +11,9 @@ from PIL import Image
 from compare.workloads.photographs import photographs
 from flax_models import VisionConfig
 
+# What a photograph goes through: on cores the first two and the last, the others on a GPU.
+STAGES = ("decode", "patches", "upload", "tower", "writing")
+
 _SHAPES = ((4, 3), (3, 2), (16, 9), (1, 1), (3, 4), (2, 3), (9, 16))
 _LEAST_CUT = 0.5  # of the side of a shipped photograph; less would be a blur
 _QUALITY = 90
