@@ -5,37 +5,33 @@ those of Ray.
 """
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from PIL import Image
 
 from compare.common.errors import UnavailableError
+from compare.common.processes import begin_together, on_each_gpu
 from compare.implementations import huggingface
 from compare.implementations.towers import JaxTower, TorchTower, Tower
 from compare.workloads.arrays import torch_device
 from compare.workloads.scale import Sizes
 from flax_models import ImageConfig, preprocess
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _WARM_UP = 512  # files that a first run of the command encodes, by which programs are compiled
 _LOOP_IMAGES = 8  # of a call of Hugging Face's tower
-_PATIENCE = 300.0  # seconds in which processes have to load and to compile
 
 
 @dataclass(frozen=True)
@@ -155,42 +151,6 @@ def write_checkpoint(job: Job) -> None:
     on_each_gpu(min(job.gpus, 1), huggingface.random_checkpoint, job.checkpoint, job.sizes.config)
 
 
-def on_each_gpu(gpus: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call a function in a process for each GPU, which sees no other; one where there is none."""
-    spawning = multiprocessing.get_context("spawn")
-    barrier = spawning.Barrier(max(gpus, 1))
-    with ExitStack() as pools:
-        running = []
-        for number in range(max(gpus, 1)):
-            pool = ProcessPoolExecutor(1, spawning, _set_barrier, (barrier,))
-            with _visible(number if gpus else None):  # as its process starts
-                running.append(pools.enter_context(pool).submit(function, *arguments))
-        return [each.result() for each in running]
-
-
-@contextmanager
-def _visible(number: int | None) -> Iterator[None]:
-    if number is None:
-        yield
-        return
-    seen = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]
-    with mock.patch.dict(os.environ, {_VISIBLE: seen[number] if seen else str(number)}):
-        yield
-
-
-_barrier: Any = None  # of the processes of a call of `on_each_gpu`
-
-
-def _set_barrier(barrier: Any) -> None:
-    global _barrier
-    _barrier = barrier
-
-
-def _begin_together() -> None:
-    if _barrier is not None:
-        _barrier.wait(_PATIENCE)
-
-
 def _together(function: Callable[..., Encoded], *arguments: Any) -> Encoded:
     """What a function of a job did on all GPUs at once; the job is the last argument."""
     *_, job = arguments
@@ -249,7 +209,7 @@ def _loop(job: Job) -> Encoded:
     start = time.perf_counter()
     _hugging_face(processor, model, batches[0], _Clock())
     compile_s = time.perf_counter() - start
-    _begin_together()
+    begin_together()
     clock = _Clock()
     results = [_hugging_face(processor, model, batch, clock) for batch in batches]
     return Encoded(
@@ -343,7 +303,7 @@ def _alone(name: str, job: Job) -> Encoded:
     clock.stop("tower")  # and an upload
     clock.seconds["tower"] -= clock.seconds["upload"]
     peak_memory_mib = device.peak_memory_mib()
-    _begin_together()
+    begin_together()
     passes, start = 0, time.perf_counter()
     with ThreadPoolExecutor(THREADS) as pool:
         while not passes or time.perf_counter() - start < job.sizes.seconds:

@@ -145,6 +145,7 @@ def scale_tables(results: Results) -> list[str]:
         name = record["implementation"]
         gpus = f"{record['gpus']} GPU{'s' * (record['gpus'] != 1)}"
         row = f"**{name}**, {gpus}" if name in OURS else f"{name}, {gpus}"
+        cores = record.get("cores_wanted")
         several = record["gpus"] > 1 and name in one_gpu
         shares = (record.get(key) for key in ("share_of_alone", "busy", "padding"))
         rates.append(
@@ -156,7 +157,7 @@ def scale_tables(results: Results) -> list[str]:
                 speedup(record["images_per_s"] / one_gpu[name]) if several else "–",
                 *("–" if share is None else f"{share:.1%}" for share in shares),
                 number(record.get("reading_ms")),
-                f"{number(record.get('cores_wanted'))} of {record['cores']}",
+                f"{number(cores)} of {record['cores']}" if cores else "–",
                 number(record["relative_rms_error"]),
             ]
         )

@@ -52,6 +52,7 @@ def gpu_benchmarks(monkeypatch, tmp_path):
         ):
             monkeypatch.setattr(benchmark, lambda *_: found)
         monkeypatch.setattr("compare.bench.rotation.bench_rotation", lambda *_: [])
+        monkeypatch.setattr("compare.bench.scale.bench_scale", lambda *_: [*records])
         monkeypatch.setattr(environment, "has_gpu", lambda: True)
         monkeypatch.setattr(environment, "device_name", lambda: "Imaginary GPU")
         monkeypatch.setattr(commands, "_check_pytorch", lambda: None)
@@ -163,7 +164,9 @@ def test_what_is_wrong_outweighs_what_could_not_be_done(monkeypatch, codes, stat
         (False, False, commands.AGREES),
     ],
 )
-@pytest.mark.parametrize("part", ["kernels", "fusion", "training", "towers", "integration"])
+@pytest.mark.parametrize(
+    "part", ["kernels", "fusion", "training", "towers", "integration", "scale"]
+)
 def test_a_wrong_result_of_ours_fails_a_benchmark(
     gpu_benchmarks, part, ours, passed, status, tmp_path, capsys
 ):
@@ -179,6 +182,7 @@ WORKLOAD_OF = {
     "training": "frames-448",
     "towers": "tower-448",
     "integration": "integration-448",
+    "scale": "photographs-1-gpu",
 }
 
 
@@ -252,19 +256,33 @@ def test_trust_is_another_word_for_stress_that_no_help_lists(monkeypatch, tmp_pa
     assert "trust" not in helped
 
 
+def test_a_folder_of_as_many_photographs_as_asked(gpu_benchmarks, monkeypatch, capsys):
+    gpu_benchmarks()
+    asked = []
+    monkeypatch.setattr(
+        "compare.bench.scale.bench_scale", lambda workloads, sizes: asked.append(sizes) or []
+    )
+    assert cli.main(["scale", "--photographs", "300"]) == cli.main(["scale"]) == commands.AGREES
+    assert [sizes.photographs for sizes in asked] == [300, 20_000]
+    assert cli.main(["scale", "--photographs", "0"]) == commands.BAD_INPUT
+    assert "expected a positive integer, got '0'" in sentence(capsys)
+
+
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
 def test_stress_takes_a_positive_time(seconds, capsys):
     assert cli.main(["stress", "--seconds", seconds]) == commands.BAD_INPUT
     assert "expected a positive number" in sentence(capsys)
 
 
-@pytest.mark.parametrize("part", ["kernels", "fusion", "training", "towers", "integration"])
+@pytest.mark.parametrize(
+    "part", ["kernels", "fusion", "training", "towers", "integration", "scale"]
+)
 def test_benchmarks_need_a_gpu(without_gpu, part, capsys):
     assert cli.main([part]) == commands.BAD_INPUT
     assert f"{part} measures on a CUDA GPU, and this machine has none" in sentence(capsys)
 
 
-@pytest.mark.parametrize("part", ["kernels", "training", "towers", "integration"])
+@pytest.mark.parametrize("part", ["kernels", "training", "towers", "integration", "scale"])
 def test_an_unknown_workload_is_named(part, capsys):
     assert cli.main([part, "--workload", "windows-7"]) == commands.BAD_INPUT
     assert "unknown workload 'windows-7'; known: " in sentence(capsys)
