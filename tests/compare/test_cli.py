@@ -19,6 +19,9 @@ from tests.compare import synthetic
 ROOT = Path(__file__).parents[2]
 
 
+BENCHMARKS = ("kernels", "fusion", "training", "towers", "integration", "scale")
+
+
 @pytest.fixture
 def without_gpu(monkeypatch):
     monkeypatch.setattr(environment, "has_gpu", lambda: False)
@@ -164,9 +167,7 @@ def test_what_is_wrong_outweighs_what_could_not_be_done(monkeypatch, codes, stat
         (False, False, commands.AGREES),
     ],
 )
-@pytest.mark.parametrize(
-    "part", ["kernels", "fusion", "training", "towers", "integration", "scale"]
-)
+@pytest.mark.parametrize("part", BENCHMARKS)
 def test_a_wrong_result_of_ours_fails_a_benchmark(
     gpu_benchmarks, part, ours, passed, status, tmp_path, capsys
 ):
@@ -274,9 +275,7 @@ def test_stress_takes_a_positive_time(seconds, capsys):
     assert "expected a positive number" in sentence(capsys)
 
 
-@pytest.mark.parametrize(
-    "part", ["kernels", "fusion", "training", "towers", "integration", "scale"]
-)
+@pytest.mark.parametrize("part", BENCHMARKS)
 def test_benchmarks_need_a_gpu(without_gpu, part, capsys):
     assert cli.main([part]) == commands.BAD_INPUT
     assert f"{part} measures on a CUDA GPU, and this machine has none" in sentence(capsys)

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-for package in ("transformers", "sklearn", "pyarrow", "ray"):
-    pytest.importorskip(package)
+pytest.importorskip("transformers")
+pytest.importorskip("sklearn")
+pytest.importorskip("pyarrow")
+pytest.importorskip("ray")
 
 import pyarrow as pa
 import pyarrow.parquet as pq
