@@ -7,11 +7,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
 from compare.bench import scale
-from compare.common import environment
+from compare.common import environment, result_files
 from compare.common.errors import UnavailableError
 from compare.implementations import encoders
 from compare.implementations.encoders import Encoded, Encoder
-from compare.report.tables import scale_tables
+from compare.report import report
 from compare.workloads.scale import ScaleWorkload, Sizes
 from tests.compare.small_towers import CONFIG
 from tests.compare.synthetic import as_results
@@ -125,18 +125,20 @@ def test_more_gpus_than_there_are_fail_nothing(records):
     assert (missing.passed, missing.note) == (None, "there are fewer GPUs here: 1")
 
 
-def test_a_row_of_the_report_for_each_measurement(records):
-    rates, stages = scale_tables(as_results("scale", list(records(gpus=2).values())))
+def test_the_report_has_a_row_for_each_measurement(records, tmp_path):
+    path = tmp_path / "scale.json"
+    result_files.write(as_results("scale", list(records(gpus=2).values())), path)
+    text = report.device_report(tmp_path, {"scale": result_files.read(path)})
     cores = scale._CORES
-    assert [line for line in rates.splitlines() if line.startswith("| **torch**")] == [
+    for line in (
+        "## A folder of photographs",
         f"| **torch**, 1 GPU | 3 | 80 | 8,000 | – | 80.0% | 75.0% | 20.0% | 60 | 5.49 of {cores} "
-        "| 0.01 |",
-        f"| **torch**, 2 GPUs | 3 | 152 | 15,200 | 1.90x | 76.0% | 75.0% | 20.0% | 60 | 11 of "
-        f"{cores} | 0.01 |",
-    ]
-    assert "| Hugging Face loop, 2 GPUs | 3 | 10 | 1,000 | 1.00x | – | – | 0.0% | – | – |" in rates
-    assert (
-        "| **torch**, 1 GPU | 15 (22%) | 45 (65%) | 2 (3%) | 6 (9%) | 1 (1%) |"
-        in stages.splitlines()
-    )
-    assert "| Hugging Face loop, 1 GPU | 25 (25%) | 25 (25%) | 25 (25%) | 25 (25%) | – |" in stages
+        "| 1.00e-02 |",
+        "| **torch**, 2 GPUs | 3 | 152 | 15,200 | 1.90x | 76.0% | 75.0% | 20.0% | 60 | 11 of "
+        f"{cores} | 1.00e-02 |",
+        "| Hugging Face loop, 2 GPUs | 3 | 10 | 1,000 | 1.00x | – | – | 0.0% | – | – | 1.00e-02 |",
+        "| **torch**, 1 GPU | 15 (22%) | 45 (65%) | 2 (3%) | 6 (9%) | 1 (1%) |",
+        "| Hugging Face loop, 1 GPU | 25 (25%) | 25 (25%) | 25 (25%) | 25 (25%) | – |",
+        "- broken: RuntimeError: no room",
+    ):
+        assert line in text.splitlines()
