@@ -4,6 +4,7 @@ Each takes a `Job`, gives pooled vectors, and runs in processes of its own: one 
 those of Ray.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -30,6 +31,7 @@ from compare.workloads.arrays import torch_device
 from compare.workloads.scale import Sizes
 from flax_models import ImageConfig, preprocess
 
+_FRAMEWORKS = {"flax": "jax", "torch": "torch"}
 _WARM_UP = 512  # files that a first run of the command encodes, by which programs are compiled
 _LOOP_IMAGES = 8  # of a call of Hugging Face's tower
 
@@ -112,10 +114,7 @@ class Encoder:
 
 def baseline() -> Encoder:
     """A loop as people write it, over Hugging Face's processor and model."""
-    return Encoder(LOOP, "torch", partial(_together, _loop))
-
-
-LOOP = "Hugging Face loop"
+    return Encoder("Hugging Face loop", "torch", partial(_together, _loop))
 
 
 def encoders() -> list[Encoder]:
@@ -131,9 +130,6 @@ def encoders() -> list[Encoder]:
         ),
         Encoder("vLLM, encoder only", "torch", _vllm),
     ]
-
-
-_FRAMEWORKS = {"flax": "jax", "torch": "torch"}
 
 
 def exact(job: Job) -> dict[bool, np.ndarray]:
@@ -283,6 +279,7 @@ def _alone(name: str, job: Job) -> Encoded:
     calls = plan_calls(tokens.tolist(), job.sizes.batch_tokens)
     inputs = [(np.concatenate([patches[n] for n in call]), grids[call]) for call in calls]
     device: Tower = {"flax": JaxTower, "torch": TorchTower}[name](None)
+    device.reset_peak_memory()
     encode = find_loader(name)(str(job.checkpoint), "bfloat16")
 
     def pooled(call: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
@@ -297,12 +294,10 @@ def _alone(name: str, job: Job) -> Encoded:
     for call in inputs:
         device.wait(device.put(*call)[0])
     clock.stop("upload")
-    device.reset_peak_memory()
     for call in inputs:
         pooled(call)
     clock.stop("tower")  # and an upload
     clock.seconds["tower"] -= clock.seconds["upload"]
-    peak_memory_mib = device.peak_memory_mib()
     begin_together()
     passes, start = 0, time.perf_counter()
     with ThreadPoolExecutor(THREADS) as pool:
@@ -320,7 +315,7 @@ def _alone(name: str, job: Job) -> Encoded:
         stages=clock.of_each(len(tokens)),
         padding=passes * int(padded - tokens.sum()),
         compile_s=compile_s,
-        peak_memory_mib=peak_memory_mib,
+        peak_memory_mib=device.peak_memory_mib(),
     )
 
 
@@ -375,8 +370,9 @@ def _run_command(job: Job, framework: str, source: Path, out: Path) -> dict[str,
 
 
 def _vllm(job: Job) -> Encoded:
-    version = metadata.version("vllm")
+    if importlib.util.find_spec("vllm") is None:
+        raise UnavailableError("vLLM is not installed")
     raise UnavailableError(
-        f"vLLM {version} encodes in whole models alone, with a tokenizer and a language model's "
+        f"vLLM {metadata.version('vllm')} encodes in whole models alone, with a tokenizer and a language model's "
         "settings, and the random checkpoint here is a tower's"
     )
