@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from compare.workloads import photographs
 from compare.workloads.scale import STAGES, ScaleWorkload, Sizes, write_photographs
 
 _AIM = 0.9  # of what the tower reaches alone
+_PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
 _CORES = os.cpu_count() or 1
 
 
@@ -28,12 +30,15 @@ def bench_scale(
     sizes: Sizes | None = None,
     measured: Sequence[Encoder] | None = None,
 ) -> list[Record]:
-    """Encode a folder of photographs in every way on every workload's GPUs; print the tables.
+    """Encode a folder of photographs in every way on every workload; print the tables.
+
+    JAX's programs are compiled once for all of them, if the user keeps none.
 
     Args:
-        workloads: the numbers of GPUs.
+        workloads: our frameworks and numbers of GPUs.
         sizes: of the folder and what is made of it; default those of Qwen2.5-VL's tower.
-        measured: what to measure beside the baseline, Hugging Face's loop; default all there are.
+        measured: what to measure beside the baseline, Hugging Face's loop; default those of the
+            workload's framework.
 
     Returns:
         A record for each way on each workload; `median_us` is a photograph's share of the run's
@@ -43,7 +48,6 @@ def bench_scale(
         UnavailableError: photographs or Hugging Face's tower are not installed.
     """
     sizes = sizes or Sizes()
-    measured = encoders.encoders() if measured is None else measured
     photographs.photographs()
     huggingface.vision_classes(sizes.config.model_type)
     records = []
@@ -54,10 +58,13 @@ def bench_scale(
         job = Job(files, scratch / "checkpoint", scratch, min(workloads[0].gpus, 1), sizes)
         encoders.write_checkpoint(job)
         exact = encoders.exact(job)
+        programs = os.environ.get(_PROGRAMS, str(scratch / "programs"))
         for workload in workloads:
             (scratch / workload.name).mkdir()
             job = replace(job, scratch=scratch / workload.name, gpus=workload.gpus)
-            records += _measure(workload, job, measured, exact)
+            ways = encoders.encoders(workload.framework) if measured is None else measured
+            with mock.patch.dict(os.environ, {_PROGRAMS: programs}):
+                records += _measure(workload, job, ways, exact)
     for workload in workloads:
         _print(workload, [record for record in records if record.workload == workload.name])
     return records

@@ -6,7 +6,6 @@ those of Ray.
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -31,7 +30,6 @@ from compare.workloads.arrays import torch_device
 from compare.workloads.scale import Sizes
 from flax_models import ImageConfig, preprocess
 
-_FRAMEWORKS = {"flax": "jax", "torch": "torch"}
 _WARM_UP = 512  # files that a first run of the command encodes, by which programs are compiled
 _LOOP_IMAGES = 8  # of a call of Hugging Face's tower
 
@@ -117,17 +115,13 @@ def baseline() -> Encoder:
     return Encoder("Hugging Face loop", "torch", partial(_together, _loop))
 
 
-def encoders() -> list[Encoder]:
-    """Our command in both frameworks, behind their towers alone, and vLLM."""
+def encoders(name: str) -> list[Encoder]:
+    """Our tower alone in "flax" or "torch", our command with it, and vLLM."""
+    framework = {"flax": "jax", "torch": "torch"}[name]
+    alone = f"{name} tower alone"
     return [
-        *(
-            Encoder(f"{name} tower alone", framework, partial(_together, _alone, name), ours=True)
-            for name, framework in _FRAMEWORKS.items()
-        ),
-        *(
-            Encoder(name, framework, partial(_command, name), True, f"{name} tower alone")
-            for name, framework in _FRAMEWORKS.items()
-        ),
+        Encoder(alone, framework, partial(_together, _alone, name), ours=True),
+        Encoder(name, framework, partial(_command, name), ours=True, alone=alone),
         Encoder("vLLM, encoder only", "torch", _vllm),
     ]
 
@@ -356,13 +350,11 @@ def _run_command(job: Job, framework: str, source: Path, out: Path) -> dict[str,
         "gpus": job.gpus,
     }
     given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    programs = {"JAX_COMPILATION_CACHE_DIR": str(job.scratch / "programs")}
     done = subprocess.run(
         [sys.executable, "-m", "flax_models", "encode", str(source), *given],
         capture_output=True,
         text=True,
         check=False,
-        env=programs | os.environ,
     )
     if done.returncode:
         raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or "the command failed")
@@ -373,6 +365,6 @@ def _vllm(job: Job) -> Encoded:
     if importlib.util.find_spec("vllm") is None:
         raise UnavailableError("vLLM is not installed")
     raise UnavailableError(
-        f"vLLM {metadata.version('vllm')} encodes in whole models alone, with a tokenizer and a language model's "
-        "settings, and the random checkpoint here is a tower's"
+        f"vLLM {metadata.version('vllm')} encodes in whole models alone, and the random "
+        "checkpoint here is a tower's"
     )

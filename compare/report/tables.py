@@ -139,14 +139,13 @@ def _outcome(record: RecordDict) -> str:
 def scale_tables(results: Results) -> list[str]:
     """Of a folder's encoding: a row for each measurement, and one for where its time goes."""
     timed_ = [record for record in results.records if record["median_us"] is not None]
-    one_gpu = {r["implementation"]: r["images_per_s"] for r in timed_ if r["gpus"] == 1}
+    one_gpu = {_run(r): r["images_per_s"] for r in timed_ if r["gpus"] == 1}
     rates, stages = [], []
     for record in timed_:
         name = record["implementation"]
-        gpus = f"{record['gpus']} GPU{'s' * (record['gpus'] != 1)}"
-        row = f"**{name}**, {gpus}" if name in OURS else f"{name}, {gpus}"
+        row = f"{size(record['workload'])}: {f'**{name}**' if name in OURS else name}"
         cores = record.get("cores_wanted")
-        several = record["gpus"] > 1 and name in one_gpu
+        several = record["gpus"] > 1 and _run(record) in one_gpu
         shares = (record.get(key) for key in ("share_of_alone", "busy", "padding"))
         rates.append(
             [
@@ -154,7 +153,7 @@ def scale_tables(results: Results) -> list[str]:
                 f"{record['photographs']:,}",
                 number(record["images_per_s"]),
                 f"{record['patches_per_s']:,.0f}",
-                speedup(record["images_per_s"] / one_gpu[name]) if several else "–",
+                speedup(record["images_per_s"] / one_gpu[_run(record)]) if several else "–",
                 *("–" if share is None else f"{share:.1%}" for share in shares),
                 number(record.get("reading_ms")),
                 f"{number(cores)} of {record['cores']}" if cores else "–",
@@ -175,6 +174,11 @@ def scale_tables(results: Results) -> list[str]:
         table([*headings, "rel. RMS error"], rates),
         table(["ms a photograph", *STAGES], stages),
     ]
+
+
+def _run(record: RecordDict) -> tuple[str, str]:
+    """What the same measurement on other GPUs shares: our framework, and its name."""
+    return size(record["workload"]).partition("-")[0], record["implementation"]
 
 
 def timing_tables(results: Results, workloads: Sequence[str]) -> list[str]:

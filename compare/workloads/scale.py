@@ -21,18 +21,23 @@ _QUALITY = 90
 
 @dataclass(frozen=True)
 class ScaleWorkload:
-    """The folder on some GPUs, a tower on each; on none of them, one on the CPU."""
+    """The folder, our towers in one framework, and all that is compared to them.
+
+    Attributes:
+        framework: "flax" or "torch".
+        gpus: with a tower on each; 0: one on the CPU.
+    """
 
     name: str
+    framework: str
     gpus: int
 
 
 SCALE_WORKLOADS = {
     workload.name: workload
-    for workload in (
-        ScaleWorkload("photographs-1-gpu", 1),
-        ScaleWorkload("photographs-2-gpus", 2),
-    )
+    for gpus, told in ((1, "1-gpu"), (2, "2-gpus"))
+    for framework in ("flax", "torch")
+    for workload in [ScaleWorkload(f"photographs-{framework}-{told}", framework, gpus)]
 }
 
 

@@ -183,7 +183,7 @@ WORKLOAD_OF = {
     "training": "frames-448",
     "towers": "tower-448",
     "integration": "integration-448",
-    "scale": "photographs-1-gpu",
+    "scale": "photographs-torch-1-gpu",
 }
 
 

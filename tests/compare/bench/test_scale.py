@@ -1,5 +1,7 @@
 """The benchmark of a folder's encoding, with stand-ins for everything that encodes."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -12,13 +14,14 @@ from compare.common.errors import UnavailableError
 from compare.implementations import encoders
 from compare.implementations.encoders import Encoded, Encoder
 from compare.report import report
-from compare.workloads.scale import ScaleWorkload, Sizes
+from compare.workloads.scale import SCALE_WORKLOADS, ScaleWorkload, Sizes
 from tests.compare.small_towers import CONFIG
 from tests.compare.synthetic import as_results
 
 EXACT = np.ones((2, 4), np.float32)
 ALONE = {"decode": 0.01, "patches": 0.03, "upload": 0.002, "tower": 0.006}
-WORKLOADS = [ScaleWorkload("photographs-1-gpu", 1), ScaleWorkload("photographs-2-gpus", 2)]
+ONE, TWO = "photographs-torch-1-gpu", "photographs-torch-2-gpus"
+WORKLOADS = [ScaleWorkload(ONE, "torch", 1), ScaleWorkload(TWO, "torch", 2)]
 
 
 def encoder(name, encoded, **options):
@@ -26,6 +29,7 @@ def encoder(name, encoded, **options):
         if isinstance(encoded, Exception):
             raise encoded
         assert job.scratch.is_dir()
+        assert "JAX_COMPILATION_CACHE_DIR" in os.environ
         assert len(job.files) == 3
         return encoded(job) if callable(encoded) else encoded
 
@@ -81,10 +85,20 @@ def records(monkeypatch):
     return bench
 
 
+def test_workloads_are_both_frameworks_on_one_and_two_gpus():
+    assert {(w.framework, w.gpus) for w in SCALE_WORKLOADS.values()} == {
+        *(("flax", 1), ("torch", 1)),
+        *(("flax", 2), ("torch", 2)),
+    }
+    for workload in SCALE_WORKLOADS.values():
+        names = [encoder.name for encoder in encoders.encoders(workload.framework)]
+        assert names[:2] == [f"{workload.framework} tower alone", workload.framework]
+
+
 def test_every_way_gets_its_rates_or_a_reason(records, capsys):
     found = records(gpus=2)
     assert len(found) == 2 * 6
-    ours = found["photographs-1-gpu", "torch"]
+    ours = found[ONE, "torch"]
     assert (ours.median_us, ours.compile_s, ours.passed) == (12_500, 9.0, True)
     told = ours.details
     assert (told["gpus"], told["photographs"]) == (1, 3)
@@ -97,14 +111,14 @@ def test_every_way_gets_its_rates_or_a_reason(records, capsys):
     assert told["stages_ms"] == pytest.approx(stages)
     assert list(told["stages_ms"]) == list(stages)
     # On two GPUs beside what both their towers reach.
-    assert found["photographs-2-gpus", "torch"].details["share_of_alone"] == pytest.approx(0.76)
-    assert found["photographs-1-gpu", "torch tower alone"].passed
+    assert found[TWO, "torch"].details["share_of_alone"] == pytest.approx(0.76)
+    assert found[ONE, "torch tower alone"].passed
     for name, passed, note in (
         ("wrong", False, "not timed: the error breaks its rule"),
         ("broken", False, "RuntimeError: no room"),
         ("absent", None, "not for this machine"),
     ):
-        record = found["photographs-1-gpu", name]
+        record = found[ONE, name]
         assert (record.median_us, record.passed, record.note) == (None, passed, note)
     printed = capsys.readouterr().out
     assert "torch: 90% of its tower alone would take 5.49 cores" in printed
@@ -119,9 +133,9 @@ def test_without_a_baseline_nothing_is_timed(records, monkeypatch):
 
 def test_more_gpus_than_there_are_fail_nothing(records):
     found = records(gpus=1)
-    assert found["photographs-1-gpu", "torch"].median_us
-    assert not any(found["photographs-2-gpus", name].median_us for name in ("torch", "broken"))
-    missing = found["photographs-2-gpus", "torch"]
+    assert found[ONE, "torch"].median_us
+    assert not any(found[TWO, name].median_us for name in ("torch", "broken"))
+    missing = found[TWO, "torch"]
     assert (missing.passed, missing.note) == (None, "there are fewer GPUs here: 1")
 
 
@@ -130,15 +144,17 @@ def test_the_report_has_a_row_for_each_measurement(records, tmp_path):
     result_files.write(as_results("scale", list(records(gpus=2).values())), path)
     text = report.device_report(tmp_path, {"scale": result_files.read(path)})
     cores = scale._CORES
+    shares = "75.0% | 20.0% | 60"
     for line in (
         "## A folder of photographs",
-        f"| **torch**, 1 GPU | 3 | 80 | 8,000 | – | 80.0% | 75.0% | 20.0% | 60 | 5.49 of {cores} "
+        f"| torch-1-gpu: **torch** | 3 | 80 | 8,000 | – | 80.0% | {shares} | 5.49 of {cores} "
         "| 1.00e-02 |",
-        "| **torch**, 2 GPUs | 3 | 152 | 15,200 | 1.90x | 76.0% | 75.0% | 20.0% | 60 | 11 of "
-        f"{cores} | 1.00e-02 |",
-        "| Hugging Face loop, 2 GPUs | 3 | 10 | 1,000 | 1.00x | – | – | 0.0% | – | – | 1.00e-02 |",
-        "| **torch**, 1 GPU | 15 (22%) | 45 (65%) | 2 (3%) | 6 (9%) | 1 (1%) |",
-        "| Hugging Face loop, 1 GPU | 25 (25%) | 25 (25%) | 25 (25%) | 25 (25%) | – |",
+        f"| torch-2-gpus: **torch** | 3 | 152 | 15,200 | 1.90x | 76.0% | {shares} | 11 of {cores} "
+        "| 1.00e-02 |",
+        "| torch-2-gpus: Hugging Face loop | 3 | 10 | 1,000 | 1.00x | – | – | 0.0% | – | – "
+        "| 1.00e-02 |",
+        "| torch-1-gpu: **torch** | 15 (22%) | 45 (65%) | 2 (3%) | 6 (9%) | 1 (1%) |",
+        "| torch-1-gpu: Hugging Face loop | 25 (25%) | 25 (25%) | 25 (25%) | 25 (25%) | – |",
         "- broken: RuntimeError: no room",
     ):
         assert line in text.splitlines()
