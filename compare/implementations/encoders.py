@@ -150,6 +150,7 @@ def _together(function: Callable[..., Encoded], *arguments: Any) -> Encoded:
         each[0],
         images=images,
         patches=sum(encoded.patches for encoded in each),
+        padding=sum(encoded.padding or 0 for encoded in each),
         # That in which the sum of their rates encodes them all.
         seconds=images / sum(encoded.images / encoded.seconds for encoded in each),
     )

@@ -117,9 +117,9 @@ def test_a_command_that_fails_says_why(job, monkeypatch):
 
 
 def test_several_gpus_rates_are_summed(job, monkeypatch):
-    one = encoders.Encoded(10, 1000, 2.0, np.zeros((2, 3)))
-    other = encoders.Encoded(30, 3000, 2.0, np.zeros((2, 3)))
+    one = encoders.Encoded(10, 1000, 2.0, np.zeros((2, 3)), padding=7)
+    other = encoders.Encoded(30, 3000, 2.0, np.zeros((2, 3)), padding=8)
     monkeypatch.setattr(encoders, "on_each_gpu", lambda *_: [one, other])
     found = encoders.baseline().run(job)
-    assert (found.images, found.patches) == (40, 4000)
+    assert (found.images, found.patches, found.padding) == (40, 4000, 15)
     assert found.images / found.seconds == pytest.approx(10 / 2 + 30 / 2)
