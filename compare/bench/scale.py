@@ -64,9 +64,9 @@ def bench_scale(
             job = replace(job, scratch=scratch / workload.name, gpus=workload.gpus)
             ways = encoders.encoders(workload.framework) if measured is None else measured
             with mock.patch.dict(os.environ, {_PROGRAMS: programs}):
-                records += _measure(workload, job, ways, exact)
-    for workload in workloads:
-        _print(workload, [record for record in records if record.workload == workload.name])
+                measured_here = _measure(workload, job, ways, exact)
+            _print(workload, measured_here)
+            records += measured_here
     return records
 
 
@@ -100,23 +100,22 @@ def _measure(
                 raise UnavailableError("not timed: no bf16 baseline to judge it by")
             # A mean's error is what does not average away, and varies more than that of all rows.
             verdict = tower_verdict(error, limit, ours=False)
-            if not verdict.passed:
-                note = "not timed: the error breaks its rule"
-                records.append(blank.judged(verdict, note=note))
-                continue
-            done[encoder.name] = found
-            told = _told(found, done.get(encoder.alone or ""))
-            records.append(
-                blank.judged(
+            if verdict.passed:
+                done[encoder.name] = found
+                record = blank.judged(
                     verdict,
                     median_us=found.seconds / found.images * 1e6,
                     compile_s=found.compile_s,
                     peak_memory_mib=found.peak_memory_mib,
-                    details=details | told,
+                    details=details | _told(found, done.get(encoder.alone or "")),
                 )
-            )
+            else:
+                record = blank.judged(verdict, note="not timed: the error breaks its rule")
         except Exception as failure:  # what the others do still counts
-            records.append(blank.failed(failure))
+            record = blank.failed(failure)
+        records.append(record)
+        rate = record.details.get("images_per_s")
+        say(f"{encoder.name}: {number(rate)} images/s")
     return records
 
 
