@@ -6,11 +6,12 @@ those of Ray.
 
 import importlib.util
 import json
+import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +32,7 @@ from compare.workloads.scale import Sizes
 from flax_models import ImageConfig, preprocess
 
 _WARM_UP = 512  # files that a first run of the command encodes, by which programs are compiled
+_PASSES = 5  # over the sample, at least; of those that are one by one exactly
 _LOOP_IMAGES = 8  # of a call of Hugging Face's tower
 
 
@@ -69,7 +71,7 @@ class Encoded:
 
     Attributes:
         images, patches: how many were encoded.
-        seconds: in which.
+        seconds: in which; of several passes the median.
         vectors: of the checked files, fp32 [files, hidden_size], as they came out of it.
         stages: seconds of a core or of a GPU for a photograph, by one of `STAGES`.
         padding: patches beside, by which calls were padded.
@@ -280,38 +282,45 @@ def _alone(name: str, job: Job) -> Encoded:
     def pooled(call: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
         return np.float32(encode(*call, "pooled")[0])
 
-    clock.start()
-    for _ in range(2):  # a graph is recorded behind the first call of a size
-        for call in inputs:
-            pooled(call)
-    clock.stop("compile")
-    compile_s = clock.seconds.pop("compile")
-    for call in inputs:
+    def upload(call: tuple[np.ndarray, np.ndarray]) -> None:
         device.wait(device.put(*call)[0])
-    clock.stop("upload")
-    for call in inputs:
-        pooled(call)
-    clock.stop("tower")  # and an upload
-    clock.seconds["tower"] -= clock.seconds["upload"]
+
+    start = time.perf_counter()
+    for _ in range(2):  # a graph is recorded behind the first call of a size
+        _seconds(map(pooled, inputs))
+    compile_s = time.perf_counter() - start
     begin_together()
-    passes, start = 0, time.perf_counter()
+    passes: list[float] = []
     with ThreadPoolExecutor(THREADS) as pool:
-        while not passes or time.perf_counter() - start < job.sizes.seconds:
+        # What a size compiles later still is in the first passes, and not in the median one.
+        while len(passes) < _PASSES or sum(passes) < job.sizes.seconds:
+            start = time.perf_counter()
             results = list(pool.map(pooled, inputs))
-            passes += 1
-    seconds = time.perf_counter() - start
+            passes.append(time.perf_counter() - start)
+    uploading, calling = (
+        min(_seconds(map(step, inputs)) for _ in range(_PASSES)) for step in (upload, pooled)
+    )
+    clock.seconds.update(upload=uploading, tower=calling - uploading)
     in_order = np.argsort(np.concatenate(calls))
     padded = sum(choose_bucket(job.sizes.config, grid_thw).tokens for _, grid_thw in inputs)
     return Encoded(
-        images=passes * len(tokens),
-        patches=passes * int(tokens.sum()),
-        seconds=seconds,
+        images=len(tokens),
+        patches=int(tokens.sum()),
+        seconds=statistics.median(passes),
         vectors=np.concatenate(results)[in_order][: len(job.checked)],
         stages=clock.of_each(len(tokens)),
-        padding=passes * int(padded - tokens.sum()),
+        padding=int(padded - tokens.sum()),
         compile_s=compile_s,
         peak_memory_mib=device.peak_memory_mib(),
     )
+
+
+def _seconds(calls: Iterable[object]) -> float:
+    """Those that it takes to go through calls that are made one by one."""
+    start = time.perf_counter()
+    for _ in calls:
+        pass
+    return time.perf_counter() - start
 
 
 def _command(framework: str, job: Job) -> Encoded:
