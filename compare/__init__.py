@@ -10,7 +10,7 @@ rooms, each of which imports only those below it:
 - implementations: ours and their peers, each behind one interface;
 - workloads: what they are run on;
 - torch_tower: the PyTorch tower, the twin of the one in `flax_models`;
-- common: the console, the environment, errors, result files.
+- common: the console, the environment, processes, errors, result files.
 
 `compare.torch_tower.load_vision_tower` loads the PyTorch tower.
 """

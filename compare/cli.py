@@ -11,6 +11,8 @@ from typing import NoReturn
 from compare import commands
 from compare.common import environment
 from compare.common.errors import InputError, UnavailableError
+from compare.workloads.scale import Sizes
+from flax_models.arguments import positive
 
 _COMPARED = ("torch", "triton", "jax", "flax", "transformers")
 
@@ -88,7 +90,15 @@ def _parser() -> argparse.ArgumentParser:
     vllm = add(
         "vllm", commands.run_vllm, "time vLLM's towers with and without its plugin (needs vLLM)"
     )
-    for part in (kernels, invariance, training, towers, integration, vllm):
+    scale = add("scale", commands.run_scale, "time the encoding of a folder of photographs")
+    scale.add_argument(
+        "--photographs",
+        type=positive,
+        default=Sizes.photographs,
+        metavar="N",
+        help="so many in the folder (default: %(default)s)",
+    )
+    for part in (kernels, invariance, training, towers, integration, vllm, scale):
         part.add_argument(
             "--workload",
             action="append",

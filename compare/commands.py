@@ -17,6 +17,7 @@ from compare.common.errors import InputError
 from compare.common.result_files import Record
 from compare.report.report import REPORT, read_readme, update_readme, write_report
 from compare.workloads.kernels import KERNEL_WORKLOADS, TRAINING_WORKLOADS, choose
+from compare.workloads.scale import SCALE_WORKLOADS, Sizes
 from compare.workloads.towers import (
     INTEGRATION_WORKLOADS,
     TOWER_WORKLOADS,
@@ -162,6 +163,16 @@ def run_vllm(options: Namespace) -> int:
     return _keep(options, path, *bench_towers(workloads, towers))
 
 
+def run_scale(options: Namespace) -> int:
+    """Time the encoding of a folder of photographs."""
+    workloads = choose(SCALE_WORKLOADS, options.workload)
+    path = _benchmark_path(options)
+    from compare.bench.scale import bench_scale
+
+    sizes = Sizes(photographs=options.photographs)
+    return _keep(options, path, bench_scale(workloads, sizes), None)
+
+
 def run_stress(options: Namespace) -> int:
     """Put kernels and towers under stress."""
     path = _result_path("stress", options)
@@ -214,7 +225,7 @@ def run_everything(options: Namespace) -> int:
 
 
 def _keep(
-    options: Namespace, path: Path | None, records: list[Record], ceilings: "Ceilings"
+    options: Namespace, path: Path | None, records: list[Record], ceilings: "Ceilings | None"
 ) -> int:
     """Write what was timed; what fails of ours, or is wrong, fails the part. A peer has no time."""
     _save(options.part, path, records, ceilings, options.update)

@@ -23,7 +23,8 @@ _ALWAYS_WRITTEN = ("workload", "implementation", "median_us", "floor_us", "relat
 # What reports read besides from every record of a part.
 _WAY = {"fuse": str, "head_dim": int, "rotary_dim": int, "segment_length": int, "auto": str | None}
 _STRESS = {"tried": str, "cases": int, "findings": int, "passed": bool}
-_OF_PART = {"fusion": _WAY, "stress": _STRESS, "trust": _STRESS}  # trust: formerly
+_SCALE = {"gpus": int, "photographs": int, "cores": int}
+_OF_PART = {"fusion": _WAY, "scale": _SCALE, "stress": _STRESS, "trust": _STRESS}  # trust: formerly
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
 """Hugging Face's tower: the checkpoint, the fp32 reference, the bf16 baseline and two peers."""
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from compare.common.errors import UnavailableError
 from compare.torch_tower.varlen import load_varlen
 from compare.workloads.arrays import torch_device
-from flax_models import VisionConfig
+from flax_models import ImageConfig, VisionConfig
+from flax_models.common.image_config import IMAGE_PROCESSOR_FILE
 
 # Weights are drawn so that errors show. As Hugging Face initialises it the tower has zero biases,
 # unit norms and nearly uniform attention: dropping a bias or rotating wrongly would go unseen.
@@ -40,7 +44,10 @@ _SHARD = "500MB"  # several files, as real checkpoints come
 
 
 def random_checkpoint(directory: str | os.PathLike[str], config: VisionConfig) -> None:
-    """Write a tower with random bf16 weights by Hugging Face's own save_pretrained, in shards."""
+    """Write a tower with random bf16 weights by Hugging Face's own save_pretrained, in shards.
+
+    Beside it lie the settings of the family's image processor.
+    """
     classes = vision_classes(config.model_type)
     sizes = classes.config(**_values(config))
     device = torch_device()
@@ -52,6 +59,15 @@ def random_checkpoint(directory: str | os.PathLike[str], config: VisionConfig) -
             draw = torch.randn(parameter.shape, generator=generator, device=device)
             parameter.copy_(_scaled(name, draw))
     model.to(torch.bfloat16).save_pretrained(directory, max_shard_size=_SHARD)
+    _write_image_settings(directory, ImageConfig.of(config))
+
+
+def _write_image_settings(directory: str | os.PathLike[str], images: ImageConfig) -> None:
+    """Those of the family's processor: transformers makes none of a tower alone."""
+    values = asdict(images)
+    limits = {"shortest_edge": values.pop("min_pixels"), "longest_edge": values.pop("max_pixels")}
+    settings = {"image_processor_type": "Qwen2VLImageProcessor", "size": limits, **values}
+    Path(directory, IMAGE_PROCESSOR_FILE).write_text(json.dumps(settings), encoding="utf-8")
 
 
 def load(
@@ -115,6 +131,29 @@ def hidden_states(model: torch.nn.Module, pixel_values: Any, grid_thw: Any) -> l
         for hook in hooks:
             hook.remove()
     return hidden
+
+
+def pooled(model: torch.nn.Module, pixel_values: Any, grid_thw: Any) -> torch.Tensor:
+    """Our towers' "pooled" [images, hidden_size]: means of what enters the merger.
+
+    fp32, but rounded to the tower's dtype, as theirs are.
+    """
+    entering: list[torch.Tensor] = []
+    hook = model.merger.register_forward_pre_hook(lambda _, inputs: entering.append(inputs[0]))
+    try:
+        encode(model, pixel_values, grid_thw)
+    finally:
+        hook.remove()
+    # In window order: an image's patches stay together.
+    images = entering[0].split(grid_thw.prod(dim=1).tolist())
+    return torch.stack([patches.mean(dim=0).float() for patches in images])
+
+
+def image_processor(directory: str | os.PathLike[str]) -> Any:
+    """The image processor that transformers makes of a checkpoint, images to tensors on the CPU."""
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(directory)
 
 
 @contextlib.contextmanager

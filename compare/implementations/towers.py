@@ -15,7 +15,7 @@ import torch
 from compare.common.errors import UnavailableError
 from compare.implementations import huggingface
 from compare.implementations.kernels import require_jax_gpu
-from compare.workloads.arrays import from_jax, torch_device
+from compare.workloads.arrays import from_jax, to_torch, torch_device
 
 Directory = str | os.PathLike[str]
 _MIB = 1 << 20
@@ -78,7 +78,7 @@ class TorchTower(Tower):
     framework = "torch"
 
     def put(self, pixel_values: np.ndarray, grid_thw: np.ndarray) -> tuple[Any, Any]:
-        return torch.tensor(pixel_values, device=torch_device()), grid_thw
+        return to_torch(pixel_values), grid_thw
 
     def wait(self, result: Any) -> None:
         if torch.cuda.is_available():

@@ -37,6 +37,7 @@ PARTS = (
     "towers",
     "integration",
     "vllm",
+    "scale",
 )
 _BLOCKS = ("summary", "results", "checks", "attention", "sizes", "vllm")  # of a page
 _FORMER_NAMES = {"stress": "trust"}  # of a part and its file
@@ -71,6 +72,19 @@ _METHODS = {
     "and plans, stands by itself. Floor: all products at the matrix rate and the windows' bytes at "
     "the copy bandwidth. In brackets: share of the floor, or the speedup of ours of the same "
     f"framework. {_SPREAD}",
+    "scale": "A folder of JPEG photographs of 0.3 to 2.8 megapixels, cut from two and scaled, all "
+    "different, to vectors by `python -m flax_models encode --output pooled`: the time of one run "
+    "from when the first tower is loaded, after a first run over 512 of them has compiled the "
+    "programs. Rows begin with the run, our framework and GPUs. A tower alone gets the patches of "
+    "128 photographs from the host's memory, in as many threads as the command's, the median of "
+    "passes; "
+    "on two GPUs two of them at once. Hugging Face's loop reads those 128, eight in a call of its "
+    "processor and its tower. Errors are of the vectors of eight photographs as they came out, "
+    "against the fp32 tower on the same patches. Stages: milliseconds of a core (decode, patches, "
+    "writing) or of a GPU for a photograph, and their share of the sum; of the command upload and "
+    "tower are those of the tower alone, in whose ratio decoding and patches divide what the run "
+    "took for both. Cores: as many as would keep one run's towers at 90 % of what they reach "
+    "alone.",
     "integration": "Weights, wall time of whole calls and floor as for the towers. "
     "`accelerate(model)` as it is, and with every block compiled by torch.compile. In brackets: "
     f"share of the floor, or the speedup of the accelerated tower. {_SPREAD}",
@@ -109,6 +123,7 @@ _TITLES = {
     **{family: f"Whole tower of {model}" for family, model in _MODELS.items()},
     "integration": "Hugging Face's tower, untouched and accelerated",
     "vllm": "In vLLM",
+    "scale": "A folder of photographs",
 }
 _INTEGRATED = {
     "integration": _MODELS["tower"],
@@ -331,6 +346,8 @@ def _sections(measured: Results) -> list[_Section]:
         return [_Section(tables.agreement_line(measured)), *layers]
     if measured.part == "stress":
         return [_Section(tables.stress_table(measured))]
+    if measured.part == "scale":
+        return [_Section("\n\n".join([*tables.scale_tables(measured), _METHODS["scale"]]))]
     if measured.part == "fusion":
         return [_fusion(measured)]
     timings = [_timings(measured, *of_family) for of_family in families(measured).items()]

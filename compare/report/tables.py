@@ -22,6 +22,7 @@ from compare.report.grouping import (
 )
 from compare.report.markdown import speedup, table
 from compare.workloads.kernels import FRAMES_MIX, FRAMES_MIX_PARTS
+from compare.workloads.scale import STAGES
 from compare.workloads.towers import VLLM_WORKLOADS, TowerWorkload
 
 _SERVER = "server"  # the kind of stress whose cases are calls of towers
@@ -139,6 +140,51 @@ def _outcome(record: RecordDict) -> str:
         return "nothing wrong"
     host, device = (f"{round(record[f'{where}_growth_mib']):+}" for where in ("host", "device"))
     return f"{name}: nothing wrong, memory {host} MiB on the host and {device} on the device"
+
+
+def scale_tables(results: Results) -> list[str]:
+    """Of a folder's encoding: a row for each measurement, and one for where its time goes."""
+    timed_ = [record for record in results.records if record["median_us"] is not None]
+    one_gpu = {_run(r): r["images_per_s"] for r in timed_ if r["gpus"] == 1}
+    rates, stages = [], []
+    for record in timed_:
+        name = record["implementation"]
+        row = f"{size(record['workload'])}: {f'**{name}**' if name in OURS else name}"
+        cores = record.get("cores_wanted")
+        several = record["gpus"] > 1 and _run(record) in one_gpu
+        shares = (record.get(key) for key in ("share_of_alone", "busy", "padding"))
+        rates.append(
+            [
+                row,
+                f"{record['photographs']:,}",
+                number(record["images_per_s"]),
+                f"{record['patches_per_s']:,.0f}",
+                speedup(record["images_per_s"] / one_gpu[_run(record)]) if several else "–",
+                *("–" if share is None else f"{share:.1%}" for share in shares),
+                number(record.get("reading_ms")),
+                f"{number(cores)} of {record['cores']}" if cores else "–",
+                number(record["relative_rms_error"]),
+            ]
+        )
+        sum_ms = sum(record["stages_ms"].values())
+        stages.append(
+            [row]
+            + [
+                f"{number(ms)} ({ms / sum_ms:.0%})" if ms is not None else "–"
+                for ms in map(record["stages_ms"].get, STAGES)
+            ]
+        )
+    headings = ["", "photographs", "images/s", "patches/s", "over one GPU", "of the tower alone"]
+    headings += ["towers busy", "padding", "reading, ms of a core", "cores for 90 %"]
+    return [
+        table([*headings, "rel. RMS error"], rates),
+        table(["ms a photograph", *STAGES], stages),
+    ]
+
+
+def _run(record: RecordDict) -> tuple[str, str]:
+    """What the same measurement on other GPUs shares: our framework, and its name."""
+    return size(record["workload"]).partition("-")[0], record["implementation"]
 
 
 def timing_tables(results: Results, workloads: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from flax_models.ray_data.towers import TowerStage, find_loader
 _CALLS_OF_A_BLOCK = 4
 
 # Blocks in an actor at once: one is computed, the next is on its way to the GPU.
-_THREADS = 2
+THREADS = 2
 
 
 def encode(
@@ -120,8 +120,8 @@ def encode(
         batch_size=None,
         compute=ActorPoolStrategy(
             size=actors,
-            max_concurrent_calls_per_actor=_THREADS,
-            max_tasks_in_flight_per_actor=_THREADS + 1,
+            max_concurrent_calls_per_actor=THREADS,
+            max_tasks_in_flight_per_actor=THREADS + 1,
             enable_true_multi_threading=True,
         ),
         **resources,

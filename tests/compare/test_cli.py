@@ -17,7 +17,7 @@ from compare.common.result_files import Record
 from tests.compare import synthetic
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ["kernels", "fusion", "training", "towers", "integration", "vllm"]
+BENCHMARKS = ["kernels", "fusion", "training", "towers", "integration", "vllm", "scale"]
 
 
 @pytest.fixture
@@ -53,6 +53,7 @@ def gpu_benchmarks(monkeypatch, tmp_path):
         ):
             monkeypatch.setattr(benchmark, lambda *_: found)
         monkeypatch.setattr("compare.bench.rotation.bench_rotation", lambda *_: [])
+        monkeypatch.setattr("compare.bench.scale.bench_scale", lambda *_: [*records])
         monkeypatch.setattr(environment, "has_gpu", lambda: True)
         monkeypatch.setattr(environment, "device_name", lambda: "Imaginary GPU")
         monkeypatch.setattr(commands, "_check_pytorch", lambda: None)
@@ -182,6 +183,7 @@ WORKLOAD_OF = {
     "towers": "tower-448",
     "integration": "integration-448",
     "vllm": "vllm-448",
+    "scale": "photographs-torch-1-gpu",
 }
 
 
@@ -253,6 +255,18 @@ def test_trust_is_another_word_for_stress_that_no_help_lists(monkeypatch, tmp_pa
     helped = capsys.readouterr().out
     assert "stress" in helped
     assert "trust" not in helped
+
+
+def test_a_folder_of_as_many_photographs_as_asked(gpu_benchmarks, monkeypatch, capsys):
+    gpu_benchmarks()
+    asked = []
+    monkeypatch.setattr(
+        "compare.bench.scale.bench_scale", lambda workloads, sizes: asked.append(sizes) or []
+    )
+    assert cli.main(["scale", "--photographs", "300"]) == cli.main(["scale"]) == commands.AGREES
+    assert [sizes.photographs for sizes in asked] == [300, 20_000]
+    assert cli.main(["scale", "--photographs", "0"]) == commands.BAD_INPUT
+    assert "expected a positive integer, got '0'" in sentence(capsys)
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
