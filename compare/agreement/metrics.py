@@ -65,7 +65,8 @@ def tower_verdict(error: float, hugging_face_error: float, ours: bool = True) ->
     """The tower rule: no further from fp32 than Hugging Face's tower in the same dtype, x 1.1.
 
     Args:
-        error: relative RMS, against the fp32 Hugging Face tower.
+        error: relative RMS, against the fp32 Hugging Face tower; in training of its gradient, or of
+            the losses of many steps.
         hugging_face_error: the same of Hugging Face's tower in the dtype in question.
         ours: a peer is held to a wider limit.
     """

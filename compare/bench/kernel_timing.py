@@ -15,7 +15,7 @@ from compare.bench.timing import MIN_CALLS, SAMPLE_MS, SAMPLES, GraphTimer, Timi
 from compare.common.console import progress
 from compare.common.errors import UnavailableError
 from compare.common.result_files import Record, Verdict
-from compare.implementations.kernels import KernelImplementation
+from compare.implementations.kernels import KernelImplementation, program_memory_mib
 from compare.workloads.arrays import from_jax, poison
 from compare.workloads.kernels import KernelInputs, KernelWorkload
 
@@ -171,6 +171,9 @@ def _time_jax(
     rounds = effort.profiled_rounds(run, len(sets))
     profiled = profile(lambda: run(rounds), rounds * len(sets))
     profiled = profiled and profiled.of_kernel(kernel)
+    if expected.workload.gradients:
+        _, beside_arguments = program_memory_mib(call, *sets[0])
+        blank = replace(blank, peak_memory_mib=beside_arguments)
     if not (profiled and profiled.events):
         raise UnavailableError(f"JAX's profiler recorded no {kernel or 'kernel'} on the GPU")
     verdict = expected.judge([from_jax(output) for output in outputs])

@@ -58,7 +58,9 @@ def bench_towers(
 ) -> tuple[list[Record], Ceilings]:
     """Measure the GPU's ceilings and every tower on every workload; print the tables.
 
-    Each tower is loaded alone, so that its peak memory is its own.
+    Each tower is loaded alone, so that its peak memory is its own. Of a workload of several steps
+    losses are recorded in place of a time. They are held to the towers' rule: ours follow those of
+    Hugging Face's fp32 tower no worse than its bf16 tower does.
 
     Args:
         workloads: what to measure on.
@@ -79,9 +81,13 @@ def bench_towers(
     ceilings = ceilings_module.measure()
     if towers is None:
         towers = [*our_towers(), *library_frame_towers(), *peer_towers()]
+    alike: dict[tuple[VisionConfig, str], list[TowerWorkload]] = {}
+    for workload in workloads:
+        # After many steps a tower is another one: nothing else is measured on it.
+        apart = workload.name if workload.steps else ""
+        alike.setdefault((workload.config, apart), []).append(workload)
     records = []
-    for config in configs:
-        of_config = [workload for workload in workloads if workload.config == config]
+    for (config, _), of_config in alike.items():
         records += _bench_config(config, of_config, towers, reference or Reference(), ceilings)
     return records, ceilings
 
@@ -107,10 +113,7 @@ def _bench_config(
             huggingface.random_checkpoint(directory, config)
             with reference.exact(directory) as tower:
                 # Kept on the host: the peak memory of a tower is to be its own.
-                exact = {
-                    name: tower.tensor(tower.encode(*tower.put(*arrays))).cpu()
-                    for name, arrays in inputs.items()
-                }
+                exact = {w.name: _result(tower, w, inputs[w.name]).cpu() for w in workloads}
             del tower
             run = _Run(directory, workloads, inputs, exact)
             records = run.measure(baseline, limits=None)
@@ -129,7 +132,8 @@ def _bench_config(
     }
     records = [_with_rates(record, *by_workload[record.workload]) for record in records]
     for workload in workloads:
-        _print(workload, [record for record in records if record.workload == workload.name])
+        show = _print_losses if workload.steps else _print
+        show(workload, [record for record in records if record.workload == workload.name])
     return records
 
 
@@ -172,22 +176,37 @@ class _Run:
         except Exception as error:
             return [blank.failed(error) for blank in blanks]
         records = []
+        by_name = {workload.name: workload for workload in self.workloads}
         for blank in blanks:
             record = replace(blank, framework=tower.framework)
+            workload, inputs = by_name[record.workload], self.inputs[record.workload]
+            exact = self.exact[record.workload]
             try:
-                timed, embeddings = _time(tower, record, self.inputs[record.workload])
-                exact = self.exact[record.workload].to(embeddings.device)
-                error = relative_rms_error(embeddings, exact)
+                if workload.steps:
+                    result = _result(tower, workload, inputs)
+                    losses = {"losses": result.tolist(), "fp32_losses": exact.tolist()}
+                    timed = replace(record, details=losses)
+                else:
+                    timed, result = _time(tower, record, inputs)
+                error = relative_rms_error(result, exact.to(result.device))
                 baseline = error if limits is None else limits.get(record.workload)
                 judged = _judged(timed, error, baseline, implementation.ours)
                 if judged.median_us is not None:
-                    judged = _profiled(tower, judged, self.inputs[record.workload])
+                    judged = _profiled(tower, judged, inputs)
                 records.append(judged)
             except Exception as error:
                 records.append(record.failed(error))
         times = ", ".join(f"{r.workload} {_ms(r.median_us)}" for r in records)
         say(f"{implementation.name}, ms: {times}")
         return records
+
+
+def _result(tower: Tower, workload: TowerWorkload, inputs: Inputs) -> torch.Tensor:
+    """What the tower is judged by: a call's result, or the losses of the workload's steps."""
+    arguments = tower.put(*inputs)
+    if workload.steps:
+        return tower.losses(*arguments, workload.steps)
+    return tower.tensor(tower.encode(*arguments))
 
 
 def _time(tower: Tower, record: Record, inputs: Inputs) -> tuple[Record, torch.Tensor]:
@@ -273,6 +292,26 @@ def _with_rates(record: Record, workload: TowerWorkload, floor_us: float) -> Rec
 
 def _ms(microseconds: float | None, digits: int = 3) -> str:
     return number(None if microseconds is None else microseconds / 1e3, digits)
+
+
+def _print_losses(workload: TowerWorkload, records: Sequence[Record]) -> None:
+    found = [record for record in records if "losses" in record.details]
+    print_table(
+        f"{workload.name}: {workload.steps} steps on {workload.tokens} tokens",
+        ("tower", "first loss", "last", "of fp32", "rel. RMS", "at most"),
+        [
+            [
+                record.implementation,
+                number(record.details["losses"][0], 5),
+                number(record.details["losses"][-1], 5),
+                number(record.details["fp32_losses"][-1], 5),
+                number(record.relative_rms_error),
+                number(record.error_limit),
+            ]
+            for record in found
+        ],
+    )
+    print_missing(record for record in records if record.note)
 
 
 def _print(workload: TowerWorkload, records: Sequence[Record]) -> None:

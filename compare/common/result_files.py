@@ -45,7 +45,8 @@ class Record:
     """One implementation on one workload. Fields that do not apply are None and are not written.
 
     Attributes:
-        median_us: microseconds a call, None where there is no timing; `note` then says why.
+        median_us: microseconds a call, None where there is no timing; `note` then says why, or
+            `details` hold losses instead.
         spread_us: 90th minus 10th percentile of the same samples: of whole calls, but of kernels in
             PyTorch of means over some milliseconds.
         row_us: microseconds a call of calls in a row, of which only the last is waited for.

@@ -14,6 +14,7 @@ from compare.workloads.kernels import KernelWorkload
 # the result's gradient behind them -> the gradient in qkv, of its shape
 KernelCall = Callable[..., Any]
 FUSE = ("qk", "q", "none")
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ def _torch_step(attend: KernelCall) -> KernelCall:
 
 
 def jax_step(attend: KernelCall) -> KernelCall:
-    """A call in JAX and its backward pass: -> the gradient in qkv."""
+    """A call in JAX and its backward pass: -> the gradient in qkv.
+
+    Its `lower` is that of the whole program, as a jitted function's.
+    """
     import jax
 
     @jax.jit
@@ -78,8 +82,30 @@ def jax_step(attend: KernelCall) -> KernelCall:
         out, pull = jax.vjp(lambda x: attend(x, cos, sin, cu_seqlens), qkv)
         return out, pull(grad)[0]
 
-    # What is not returned XLA leaves out: a window's gradient needs nothing of its forward pass.
-    return lambda *arguments: both(*arguments)[1]
+    def step(*arguments: Any) -> Any:
+        # What is not returned XLA leaves out: a window's gradient needs nothing of its forward
+        # pass.
+        return both(*arguments)[1]
+
+    step.lower = both.lower
+    return step
+
+
+def program_memory_mib(jitted: Any, *arguments: Any) -> tuple[float, float]:
+    """What a compiled program takes on the device: MiB of its arguments, and beside them.
+
+    Beside them are results and temporaries, without results that take a donated argument's place.
+    XLA plans all of it when it compiles. JAX's own count of memory in use is no measure of a call:
+    its peak never falls, and other calls' results are in it.
+
+    Args:
+        jitted: what `jax.jit` returned, or anything else with its `lower`; that it has been called
+            with such arguments before saves it from being compiled here.
+        arguments: arrays, or anything that has a shape and a dtype.
+    """
+    sizes = jitted.lower(*arguments).compile().memory_analysis()
+    new = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return sizes.argument_size_in_bytes / _MIB, (new + sizes.temp_size_in_bytes) / _MIB
 
 
 def require_jax_gpu() -> None:

@@ -1,5 +1,6 @@
 """Result files as Markdown tables: what was checked, what withstood stress, what was timed."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from compare.workloads.towers import VLLM_WORKLOADS, TowerWorkload
 
 _SERVER = "server"  # the kind of stress whose cases are calls of towers
 _WORDS = {"hopper_stream": "warp-specialized"}  # for a kernel's name
+_LOSSES = 6  # a table of losses shows so many of them, the last one besides
 _STEPS = 3  # a tower's table of errors has so many of its layers, the last one besides
 
 _CLOCKS = {"calls in a row": "row_us", "kernels alone": "profiler_us"}
@@ -82,6 +84,27 @@ def layer_table(records: Sequence[RecordDict]) -> str:
         for layer in shown
     ]
     return table(["after", *names], rows)
+
+
+def loss_table(records: Sequence[RecordDict]) -> str:
+    """Losses of one workload's steps, and how far they are from fp32's and the first tower's."""
+    curves = {"fp32": records[0]["fp32_losses"]} | {
+        record["implementation"]: record["losses"] for record in records
+    }
+    steps = len(curves["fp32"])
+    shown = dict.fromkeys([*range(0, steps, -(-steps // _LOSSES)), steps - 1])
+    rows = [
+        [f"step {step + 1}", *(number(losses[step], 4) for losses in curves.values())]
+        for step in shown
+    ]
+    for name in dict.fromkeys(["fp32", records[0]["implementation"]]):
+        distances = (_distance(losses, curves[name]) for losses in curves.values())
+        rows.append([f"distance from {name}", *map(number, distances)])
+    return table(["loss of", *curves], rows)
+
+
+def _distance(losses: Sequence[float], others: Sequence[float]) -> float:
+    return math.dist(losses, others) / math.hypot(*others)
 
 
 def stress_line(results: Results) -> str:

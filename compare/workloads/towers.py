@@ -6,7 +6,7 @@ clips of 16 frames in one call.
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -38,12 +38,14 @@ class TowerWorkload:
         visuals: their sides are multiples of a merge unit's.
         config: of the tower.
         gradients: whether it is a step of training, forward and backward.
+        steps: of fine-tuning whose losses are compared; 0: calls are timed.
     """
 
     name: str
     visuals: tuple[Visual, ...]
     config: VisionConfig = field(default_factory=VisionConfig.qwen2_5_vl_7b)
     gradients: bool = False
+    steps: int = 0
 
     @property
     def grid_thw(self) -> Grid:
@@ -154,12 +156,16 @@ TOWER_WORKLOADS = {
     ]
 }
 
-# A step of fine-tuning all layers.
+# A step of fine-tuning all layers, and the losses of many of the first 8 layers.
+_SHALLOW = replace(TOWERS["tower"], depth=8, fullatt_block_indexes=(7,))
 TRAINED_TOWER_WORKLOADS = {
     workload.name: workload
     for workload in [
-        TowerWorkload(f"tower-train-{side}", (Visual(side, side),), gradients=True)
-        for side in (448, 896, 1344)
+        *(
+            TowerWorkload(f"tower-train-{side}", (Visual(side, side),), gradients=True)
+            for side in (448, 896, 1344)
+        ),
+        TowerWorkload("losses-448", (Visual(448, 448),), _SHALLOW, gradients=True, steps=50),
     ]
 }
 

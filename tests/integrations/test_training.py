@@ -189,6 +189,28 @@ def test_parameters_that_are_partitioned_between_passes(checkpointed, order, ali
     assert_close(results, expected)
 
 
+def test_weights_that_are_offloaded_between_calls(order, aligned):
+    """By the library accelerate, which leaves them without gradients: what stands before learns."""
+    library = pytest.importorskip("accelerate")
+    untouched, tower = make_tower("qwen2_5").train(), make_tower("qwen2_5").train()
+    inputs = random_inputs(tower, GRIDS["several"])
+    if order == "before":
+        accelerate(tower)
+    for model in (untouched, tower):
+        library.cpu_offload(model, execution_device=torch.device(DEVICE), offload_buffers=True)
+    if order == "after":
+        accelerate(tower)
+    assert {x.device.type for x in tower.parameters()} == {"meta"}
+    result, expected = (gradient_of_patches(model, inputs) for model in (tower, untouched))
+    assert relative_error(result, expected) < TOLERANCE
+
+
+def gradient_of_patches(model, inputs):
+    patches = inputs[0].clone().requires_grad_()
+    loss_of(model, (patches, inputs[1])).backward()
+    return patches.grad
+
+
 # From peft, which asks transformers by an old name.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("checkpointed", [False, True])

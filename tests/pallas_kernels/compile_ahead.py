@@ -31,7 +31,8 @@ from tests.triton_kernels.machine_code import LOCAL_MEMORY, product_loops
 TOKENS, HEADS = 9216, 16
 LENGTHS = {"windows": 64, "frames": TOKENS}
 HEAD_DIMS = (72, 80, 128)
-FUSE = ("qk", "none")
+# How calls fuse, and whether their gradient is asked for too.
+WAYS = (("qk", False), ("none", False), ("auto", True))
 
 # What NVIDIA publishes of the H200, and what its driver answers.
 TARGET = """
@@ -87,22 +88,26 @@ def main() -> None:
             sys.stdout.write(json.dumps(record | {"loops": loops(ptx)}) + "\n")
             for other in Path(directory).glob("*.ptx"):
                 other.unlink()
-        for head_dim, (name, length), fuse in itertools.product(HEAD_DIMS, LENGTHS.items(), FUSE):
-            compile_call(head_dim, length, fuse)
+        for head_dim, (name, length), (fuse, gradient) in itertools.product(
+            HEAD_DIMS, LENGTHS.items(), WAYS
+        ):
+            compile_call(head_dim, length, fuse, gradient)
             for ptx in sorted(Path(directory).glob("*.ptx")):
                 kernel = re.search(r"\.entry (\w+)\(", ptx.read_text())[1]
                 record = {"calls": name, "head_dim": head_dim, "fuse": fuse, "kernel": kernel}
+                record |= {"gradient": gradient}
                 sys.stdout.write(json.dumps(record | assemble(ptx)) + "\n")
                 sys.stdout.flush()
                 ptx.unlink()
 
 
-def compile_call(head_dim: int, length: int, fuse: str) -> None:
-    """Have XLA compile a packed call for the described GPU."""
+def compile_call(head_dim: int, length: int, fuse: str, gradient: bool = False) -> None:
+    """Have XLA compile a packed call, with its backward pass if that is said, for that GPU."""
     import jax
     import jax.numpy as jnp
 
     import pallas_kernels
+    from compare.implementations.kernels import jax_step
     from pallas_kernels.launching.compile import compiling_by
 
     shapes = (
@@ -117,8 +122,11 @@ def compile_call(head_dim: int, length: int, fuse: str) -> None:
         fuse=fuse,
         implementation="kernel",
     )
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    if gradient:
+        arguments.append(jax.ShapeDtypeStruct((TOKENS, HEADS, head_dim), jnp.bfloat16))
     with compiling_by("xla"):
-        compile_for_gpu(jax.jit(attend), *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        compile_for_gpu(jax_step(attend) if gradient else jax.jit(attend), *arguments)
 
 
 @contextlib.contextmanager

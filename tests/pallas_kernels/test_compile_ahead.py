@@ -1,5 +1,6 @@
 """What XLA makes of the Pallas kernels for an H200, where what compiles them is installed."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,12 +11,16 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels.launching.compile import HAVE_MOSAIC
-from tests.pallas_kernels.compile_ahead import FUSE, HEAD_DIMS, LENGTHS, what_is_missing
+from tests.pallas_kernels.compile_ahead import HEAD_DIMS, LENGTHS, WAYS, what_is_missing
 
 ROOT = Path(__file__).parents[2]
 BY_DEFAULT = {"windows": "qk", "frames": "none"}
 KERNELS = {"windows": "window_kernel", "frames": "stream_kernel"}
 ROTATION = {"qk": [], "none": ["rotate_kernel"]}
+BACKWARD = {
+    "windows": ["window_backward_kernel"],
+    "frames": ["stream_backward_kv_kernel", "stream_backward_q_kernel"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +63,21 @@ def test_every_call_is_compiled(compiled):
     """To the kernels that are to serve it: XLA also compiles what the reference computes."""
     found = defaultdict(list)
     for record in (r for r in compiled if "calls" in r and r["kernel"].endswith("_kernel")):
-        found[record["calls"], record["head_dim"], record["fuse"]].append(record["kernel"])
-    assert found == {
-        (name, head_dim, fuse): [*ROTATION[fuse], KERNELS[name]]
-        for name in LENGTHS for head_dim in HEAD_DIMS for fuse in FUSE
-    }  # fmt: skip
+        call = record["calls"], record["head_dim"], record["fuse"], record["gradient"]
+        found[call].append(record["kernel"])
+    expected = {}
+    for name, head_dim, (fuse, gradient) in itertools.product(LENGTHS, HEAD_DIMS, WAYS):
+        kernels = [*ROTATION[BY_DEFAULT[name] if fuse == "auto" else fuse], KERNELS[name]]
+        kernels += BACKWARD[name] if gradient else []
+        expected[name, head_dim, fuse, gradient] = sorted(kernels)
+    assert {call: sorted(kernels) for call, kernels in found.items()} == expected
 
 
-def test_what_calls_take_by_default_does_not_spill(compiled):
-    default = [r for r in compiled if "calls" in r and r["fuse"] == BY_DEFAULT[r["calls"]]]
+def test_what_calls_and_gradients_take_by_default_does_not_spill(compiled):
+    calls = [r for r in compiled if "calls" in r]
+    default = [r for r in calls if r["fuse"] in ("auto", BY_DEFAULT[r["calls"]])]
     assert [r for r in default if r["spilled"]] == []
+    assert [r for r in calls if r["serial"]] == []
 
 
 @pytest.mark.parametrize(("head_dim", "programs"), [(72, 3), (80, 4)])

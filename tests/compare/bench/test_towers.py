@@ -51,14 +51,44 @@ def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
 @pytest.mark.long
 def test_steps_of_training_are_judged_by_a_gradient(benchmark_on_cpu):
     workload = replace(square(112), gradients=True)
-    reference = tower_bench.Reference(training.exact_training, training.training_baseline())
-    records, _ = tower_bench.bench_towers([workload], training.trained_towers(), reference)
+    records, _ = tower_bench.bench_towers([workload], training.trained_towers(), trained())
     names = ("Hugging Face SDPA", "accelerated", "torch", "flax")
     assert [record.implementation for record in records[:4]] == list(names)
     for record in records[:4]:
         assert record.passed, record
         assert record.median_us > 0
         assert 1e-3 < record.relative_rms_error < 0.02
+    assert records[3].peak_memory_mib > 0  # known on a CPU too
+
+
+@pytest.mark.long
+def test_fine_tuning_is_judged_by_its_losses(benchmark_on_cpu):
+    workload = replace(square(112), gradients=True, steps=4)
+    accelerated, _, flax, _ = training.trained_towers()
+    hasty = implementation(Hasty)
+    measured = [accelerated, flax, replace(hasty, name="hasty")]
+    records, _ = tower_bench.bench_towers([workload], measured, trained())
+    assert len(records) == 4
+    for record in records[:3]:
+        assert record.passed, record
+        assert (record.median_us, record.note) == (None, None)
+        losses, exact = record.details["losses"], record.details["fp32_losses"]
+        assert losses == pytest.approx(exact, rel=0.02)
+        assert exact == sorted(exact, reverse=True)
+        assert exact[3] < 0.95 * exact[0]
+    assert records[3].passed is False
+
+
+def trained():
+    return tower_bench.Reference(training.exact_training, training.training_baseline())
+
+
+class Hasty(training._TrainedHuggingFace):
+    """Whose gradients are twice what they should be."""
+
+    def _embeddings(self, pixel_values, grid_thw):
+        embeddings = super()._embeddings(pixel_values, grid_thw)
+        return 2 * embeddings - embeddings.detach()
 
 
 def test_workloads_go_from_small_to_large(benchmark_on_cpu):

@@ -121,6 +121,25 @@ def test_training_stands_beside_the_kernels_of_the_same_families(directory):
         assert (path.parent / chart).is_file()
 
 
+def test_losses_stand_beside_fp32s(directory):
+    path = directory / "imaginary-gpu" / "training.json"
+    exact = [10.0 - step for step in range(8)]
+    ours = [1.01 * loss for loss in exact]
+
+    def record(name, losses):
+        return Record("losses-448", name, details={"losses": losses, "fp32_losses": exact})
+
+    made_up = [record("Hugging Face SDPA", exact), record("accelerated", ours)]
+    missing = Record("losses-448", "flax", note="no room")
+    result_files.write(synthetic.as_results("training", [*made_up, missing]), path)
+    report.write_report(directory, directory / "report.md")
+    text = (path.parent / "report.md").read_text().partition("## Forward and backward\n")[2]
+    assert "at 448 px\n\n| loss of | fp32 | Hugging Face SDPA | accelerated |" in text
+    assert "| step 8 | 3 | 3 | 3.03 |" in text
+    assert "| distance from fp32 | 0 | 0 | 1.00e-02 |" in text
+    assert "- flax: no room" in text
+
+
 def test_a_summary_of_the_results(directory, tmp_path):
     (parts,) = report.read_devices(directory).values()
     lines = summary_table(parts).splitlines()

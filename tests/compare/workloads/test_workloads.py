@@ -35,7 +35,8 @@ def test_names():
     towers = ("tower", "qwen2-tower", "qwen3-tower")
     shared = [f"{tower}-{size}" for tower in towers for size in sizes]
     assert list(TOWER_WORKLOADS) == [*shared, "tower-video-8x16x448", "tower-batch-32"]
-    assert list(TRAINED_TOWER_WORKLOADS) == [f"tower-train-{s}" for s in (448, 896, 1344)]
+    steps = [f"tower-train-{side}" for side in (448, 896, 1344)]
+    assert list(TRAINED_TOWER_WORKLOADS) == [*steps, "losses-448"]
     assert set(TRAINING_WORKLOADS) < set(KERNEL_WORKLOADS)
     assert list(TRAINING_WORKLOADS)[: len(square)] == square
     integrations = ("integration", "integration_qwen3", "integration_qwen3_5")
