@@ -421,10 +421,10 @@ def visit_queries(k, v, queries, cleared, clears, tile, tiles, first_queries, sc
         wait_for_both(cleared, clears)
     logits = product(k, q_main.index(stage), q_tail.index(stage), TAIL)
     logits = warpgroup_mma_wait(0, deps=[logits])
-    k_acc, k_acc_tail, v_acc, v_acc_tail = add_queries(
-        logits, v, queries, stage, scale_log2, k_acc, k_acc_tail, v_acc, v_acc_tail, TAIL
-    )
     for i in range(1, tiles):
+        k_acc, k_acc_tail, v_acc, v_acc_tail = add_queries(
+            logits, v, queries, stage, scale_log2, k_acc, k_acc_tail, v_acc, v_acc_tail, TAIL
+        )
         before = stage
         stage, parity = stage_of(tile + i, QUERY_STAGES)
         mbarrier.wait(full.index(stage), parity)
@@ -436,9 +436,9 @@ def visit_queries(k, v, queries, cleared, clears, tile, tiles, first_queries, sc
         else:
             logits, k_acc, v_acc = warpgroup_mma_wait(0, deps=[logits, k_acc, v_acc])
         mbarrier.arrive(empty.index(before), count=1)
-        k_acc, k_acc_tail, v_acc, v_acc_tail = add_queries(
-            logits, v, queries, stage, scale_log2, k_acc, k_acc_tail, v_acc, v_acc_tail, TAIL
-        )
+    k_acc, k_acc_tail, v_acc, v_acc_tail = add_queries(
+        logits, v, queries, stage, scale_log2, k_acc, k_acc_tail, v_acc, v_acc_tail, TAIL
+    )
     k_acc, k_acc_tail = wait_for_sums(k_acc, k_acc_tail, TAIL)
     v_acc, v_acc_tail = wait_for_sums(v_acc, v_acc_tail, TAIL)
     mbarrier.arrive(empty.index(stage), count=1)
@@ -453,11 +453,10 @@ def add_queries(logits, v, queries, stage, scale_log2, k_acc, k_acc_tail, v_acc,
     COLUMN: gl.constexpr = gl.SliceLayout(0, sums_layout(QUERIES))
     p_grad = product(v, grad_main.index(stage), grad_tail.index(stage), TAIL)
     p = gl.exp2(logits * scale_log2 - lse.index(stage).load(COLUMN)[None, :])
+    p_grad = warpgroup_mma_wait(0, deps=[p_grad])
     v_acc, v_acc_tail = add_product(
         p.to(q_main.dtype), grad_main.index(stage), grad_tail.index(stage), v_acc, v_acc_tail, TAIL
     )
-    # All but the product just begun, which is two where there is a tail.
-    p_grad = warpgroup_mma_wait(2 if TAIL > 0 else 1, deps=[p_grad])
     s_grad = p * (p_grad - delta.index(stage).load(COLUMN)[None, :])
     k_acc, k_acc_tail = add_product(
         s_grad.to(q_main.dtype), q_main.index(stage), q_tail.index(stage), k_acc, k_acc_tail, TAIL
