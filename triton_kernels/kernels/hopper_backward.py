@@ -453,10 +453,11 @@ def add_queries(logits, v, queries, stage, scale_log2, k_acc, k_acc_tail, v_acc,
     COLUMN: gl.constexpr = gl.SliceLayout(0, sums_layout(QUERIES))
     p_grad = product(v, grad_main.index(stage), grad_tail.index(stage), TAIL)
     p = gl.exp2(logits * scale_log2 - lse.index(stage).load(COLUMN)[None, :])
-    p_grad = warpgroup_mma_wait(0, deps=[p_grad])
     v_acc, v_acc_tail = add_product(
         p.to(q_main.dtype), grad_main.index(stage), grad_tail.index(stage), v_acc, v_acc_tail, TAIL
     )
+    # All but the product just begun, which is two where there is a tail.
+    p_grad = warpgroup_mma_wait(2 if TAIL > 0 else 1, deps=[p_grad])
     s_grad = p * (p_grad - delta.index(stage).load(COLUMN)[None, :])
     k_acc, k_acc_tail = add_product(
         s_grad.to(q_main.dtype), q_main.index(stage), q_tail.index(stage), k_acc, k_acc_tail, TAIL
