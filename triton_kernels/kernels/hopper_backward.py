@@ -214,9 +214,9 @@ def visit_keys(q, out_grad, lse, delta, k, v, cleared, clears, tile, tiles, firs
     logits = product(q, k_main.index(stage), k_tail.index(stage), TAIL)
     logits = warpgroup_mma_wait(0, deps=[logits])
     s_grad = logit_gradients(logits, out_grad, lse, delta, v, tile, first_keys, scale_log2, TAIL)
-    for i in range(tile + 1, tile + tiles):
+    for i in range(1, tiles):
         before = stage
-        stage, parity = stage_of(i, K_STAGES)
+        stage, parity = stage_of(tile + i, K_STAGES)
         acc, acc_tail = add_product(
             s_grad, k_main.index(before), k_tail.index(before), acc, acc_tail, TAIL
         )
@@ -227,7 +227,7 @@ def visit_keys(q, out_grad, lse, delta, k, v, cleared, clears, tile, tiles, firs
         else:
             logits, acc = warpgroup_mma_wait(0, deps=[logits, acc])
         mbarrier.arrive(k_empty.index(before), count=1)
-        s_grad = logit_gradients(logits, out_grad, lse, delta, v, i, None, scale_log2, TAIL)
+        s_grad = logit_gradients(logits, out_grad, lse, delta, v, tile + i, None, scale_log2, TAIL)
     acc, acc_tail = add_product(
         s_grad, k_main.index(stage), k_tail.index(stage), acc, acc_tail, TAIL
     )
@@ -421,12 +421,12 @@ def visit_queries(k, v, queries, cleared, clears, tile, tiles, first_queries, sc
         wait_for_both(cleared, clears)
     logits = product(k, q_main.index(stage), q_tail.index(stage), TAIL)
     logits = warpgroup_mma_wait(0, deps=[logits])
-    for i in range(tile + 1, tile + tiles):
+    for i in range(1, tiles):
         k_acc, k_acc_tail, v_acc, v_acc_tail = add_queries(
             logits, v, queries, stage, scale_log2, k_acc, k_acc_tail, v_acc, v_acc_tail, TAIL
         )
         before = stage
-        stage, parity = stage_of(i, QUERY_STAGES)
+        stage, parity = stage_of(tile + i, QUERY_STAGES)
         mbarrier.wait(full.index(stage), parity)
         logits = product(k, q_main.index(stage), q_tail.index(stage), TAIL)
         if TAIL > 0:
