@@ -1,12 +1,16 @@
-"""Gradients of attention within long segments on Hopper GPUs: one group of warps loads, two compute.
+"""Gradients of attention in long segments on Hopper GPUs: one group of warps loads, two multiply.
 
-The results are those of stream_backward.py, of the same sums, by the division of labour of
-hopper_stream.py: the copy engine (TMA) fetches tiles for two groups of four warps, each of which has
-rows of its own, queries in one kernel and keys in the other. Of a group's five or so products that
-a tile takes, always one is in flight while the group computes: logits beside the last of the tile
-before, then the gradients of probabilities beside the exponentials.
+The results are those of stream_backward.py, by the same sums; who loads and who multiplies is as in
+hopper_stream.py: the copy engine (TMA) fetches tiles for two groups of four warps, each of which
+has rows of its own, queries in one kernel and keys in the other. What a group makes of logits, in
+registers, is multiplied by the tile that gave them. It always has a product in flight while it
+computes: the gradients of probabilities beside the exponentials, and a tile's last products beside
+the next one's logits.
 
-Of bf16 only: fp16 would need the largest gradient of each tile, see stream_backward.py.
+A segment's first tile alone may be of fewer rows than a tile has. Behind them are another segment's
+rows: they are overwritten by zeros where they are summed over, as their NaN would meet zeros.
+
+Of bf16 only: fp16 would want the largest gradient of each tile, see stream_backward.py.
 """
 
 import triton.language as tl
@@ -53,8 +57,8 @@ from triton_kernels.kernels.hopper_tiles import (
 )
 from triton_kernels.kernels.window_backward import LN_2
 
-# Queries of a tile, as registers hold sums of two gradients; tiles of Q, and of dO, that are held at
-# a time: one that is fetched, beside those of two products in flight.
+# Queries of a tile, as registers hold sums of two gradients. Tiles of Q, and of dO, that are held
+# at a time: one that is summed over, one that logits are made of, one to come.
 QUERIES: tl.constexpr = tl.constexpr(64)
 QUERY_STAGES: tl.constexpr = tl.constexpr(3)
 
@@ -238,7 +242,7 @@ def visit_keys(q, out_grad, lse, delta, k, v, cleared, clears, tile, tiles, firs
 
 @gluon.jit
 def logit_gradients(logits, out_grad, lse, delta, v, tile, keys, scale_log2, TAIL: gl.constexpr):
-    """Those [ROWS, KEYS] of a tile, to be multiplied, not scaled; of so many keys (None: of all)."""
+    """Those [ROWS, KEYS] of a tile, as products take them; of so many keys (None: of all)."""
     v_main, v_tail, v_full, v_empty = v
     stage, parity = stage_of(tile, v_main.shape[0])
     mbarrier.wait(v_full.index(stage), parity)
@@ -400,7 +404,7 @@ def key_gradients(rows, queries, cleared, grads, angles, visited, scale_log2,
 @gluon.jit
 def visit_queries(k, v, queries, cleared, clears, tile, tiles, first_queries, scale_log2,
                   GROUP: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
-    """Over a segment's queries: the gradients of a group's keys, rotated and not scaled, and values.
+    """Over a segment's queries: gradients of a group's keys, rotated and not scaled, and of values.
 
     Keys run along the rows. A tile's last products are computed together with the next's logits.
     """

@@ -143,7 +143,7 @@ def load_tiles(q, k, v, descs, visited, head, k_head, HEADS: gl.constexpr,
                MAIN: gl.constexpr, TAIL: gl.constexpr, K_HEADS: gl.constexpr):  # fmt: skip
     """The loading warp: the block's queries, and all keys and values of its segments."""
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc = descs
-    _, _, first_segment, last_segment, block_start = visited
+    _, _, _, _, block_start = visited
     q_main, q_tail, q_full = q
     gdc_wait()  # for the rotation in front, during which all this may have been launched
     mbarrier.expect(q_full.index(0), GROUPS * ROWS * (MAIN + TAIL) * 2)

@@ -121,8 +121,9 @@ def add_product(p, b_main, b_tail, acc, acc_tail, TAIL: gl.constexpr):
 
 @gluon.jit
 def add_columns(p, b, acc):
-    factors = gl.convert_layout(p, gl.DotOperandLayout(0, sums_layout(b.shape[len(b.shape) - 1]), 2))
-    return warpgroup_mma(factors, matrix(b), acc, is_async=True)
+    b = matrix(b)
+    factors = gl.convert_layout(p, gl.DotOperandLayout(0, sums_layout(b.shape[1]), 2))
+    return warpgroup_mma(factors, b, acc, is_async=True)
 
 
 @gluon.jit

@@ -197,7 +197,9 @@ def _hopper_backward(tensors: tuple, max_seqlen: int, scale: float) -> tuple[Cal
         return made._replace(tiles=head_tiles((q, q, v, grad), rows, split))
 
     queries = call(hopper_backward_q_kernel, HOPPER_LAUNCH, HOPPER_ROWS, HOPPER_LAUNCH.block_k)
-    keys = call(hopper_backward_kv_kernel, HOPPER_KEYS_LAUNCH, HOPPER_KEYS_LAUNCH.block, HOPPER_ROWS)
+    keys = call(
+        hopper_backward_kv_kernel, HOPPER_KEYS_LAUNCH, HOPPER_KEYS_LAUNCH.block, HOPPER_ROWS
+    )
     # It finds its segments while the rotation ends.
     return queries._replace(overlap=True), keys
 

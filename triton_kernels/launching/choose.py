@@ -1,7 +1,7 @@
 """Which kernel, with which block sizes, warps and stages, for each case.
 
 Nothing is tuned at call time: `launches.json` says what was fastest, `python -m compare tune`
-makes it anew. The warp-specialized kernel, whose tiles are fixed, is in no table.
+makes it anew. The warp-specialized kernels, whose tiles are fixed, are in no table.
 """
 
 import contextlib
@@ -108,8 +108,8 @@ def invariant_limit(dtype: torch.dtype, head_dim: int) -> int:
 
 
 class LaunchSource(NamedTuple):
-    """Where a call's launches come from: a table, the GPU to look up in it, and whether the
-    warp-specialized kernel may take the stream kernel's place.
+    """Where a call's launches come from: a table, the GPU to look up in it, and whether
+    warp-specialized kernels may take the stream kernels' place.
     """
 
     table: Table
@@ -118,7 +118,7 @@ class LaunchSource(NamedTuple):
 
 
 def launch_settings() -> tuple[Table, bool]:
-    """The table in use, and whether the warp-specialized kernel may be launched."""
+    """The table in use, and whether warp-specialized kernels may be launched."""
     return _table.get(), _warp_specialized.get()
 
 
@@ -160,7 +160,7 @@ def gpu(index: int | None) -> Gpu | None:
 def launching_by(table: Table, warp_specialized: bool = True) -> Iterator[None]:
     """Within the context, this thread takes its launches from another table than the package's.
 
-    warp_specialized: whether that kernel, which is in no table, may be launched.
+    warp_specialized: whether those kernels, which are in no table, may be launched.
     """
     tokens = _table.set(table), _warp_specialized.set(warp_specialized)
     try:
@@ -171,7 +171,7 @@ def launching_by(table: Table, warp_specialized: bool = True) -> Iterator[None]:
 
 
 def can_warp_specialize(source: LaunchSource) -> bool:
-    """Whether the warp-specialized kernel may be launched on a GPU."""
+    """Whether warp-specialized kernels may be launched on a GPU."""
     hopper = source.gpu is not None and source.gpu.compute_capability == "9.0"
     return _CAN_RUN and hopper and source.warp_specialized
 

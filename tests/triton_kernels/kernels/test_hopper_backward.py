@@ -1,4 +1,4 @@
-"""The warp-specialized kernels for gradients: when they are taken and, on their GPU, the contract."""
+"""The warp-specialized kernels for gradients: when they are taken and, on a GPU, the contract."""
 
 import pytest
 import torch
