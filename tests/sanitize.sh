@@ -27,7 +27,7 @@ kernels='window|stream|hopper_stream|rotate|gated|gated_product|norm_scale'
 kernels+='|window_backward|stream_backward_q|stream_backward_kv|hopper_backward_q|hopper_backward_kv'
 gradients='TestKernel and as_exact'
 bounds='TestKernel and (any_cu_seqlens or lengths_around or ends_of_their_dtype)'
-specialized='TestGradients and (as_exact or any_segments or (many_lengths and 80))'
+specialized='(TestContract or TestGradients) and (as_exact or any_segments or (many_lengths and 80))'
 gated='TestGated and (oracles_rounded_once or one_kernel_is_the_oracles)'
 
 run() {  # a suite by a tool; prints when it is done, as several may run at once
