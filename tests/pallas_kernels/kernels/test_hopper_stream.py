@@ -146,7 +146,7 @@ LONG = {"max_seqlen": STREAM}
     ("name", "cases"),
     [
         ("every_head_dim", [{"head_dim": head_dim} for head_dim in (72, 96, 128)]),
-        ("every_dtype", [{"dtype": "float16", "head_dim": 80, "fuse": "none"}]),
+        ("every_dtype", [{"dtype": "float16", "head_dim": 80, "fuse": "none", "packed": False}]),
         ("every_fusion_packed_equals_separate", [{"fuse": "none", "head_dim": 80}]),
         ("grouped_queries_and_norms", [
             {"fuse": "none", "head_dim": 72, "rotary_dim": None, "dtype": "bfloat16", "heads": 4,
