@@ -152,7 +152,7 @@ class KernelContract:
         is_grouped=st.booleans(),
         norms=st.sampled_from(("", "q", "k", "qk")),
     )
-    @settings(max_examples=examples(5))
+    @settings(max_examples=examples(3))
     def test_any_shape(
         self, max_seqlen, head_dim, pairs, dtype, fuse, heads, length, is_grouped, norms
     ):
@@ -298,9 +298,7 @@ class KernelContract:
         before[start:end] = after[start:end] = 0
         assert_same_bits(before, after)
 
-    @pytest.mark.parametrize(
-        ("head_dim", "max_seqlen"), [(24, WINDOW), (80, WINDOW), (72, STREAM), (80, STREAM)]
-    )
+    @pytest.mark.parametrize(("head_dim", "max_seqlen"), [(24, WINDOW), (80, WINDOW), (72, STREAM)])
     def test_a_broken_head_breaks_no_other(self, head_dim, max_seqlen):
         case = make_case((17, 5), head_dim=head_dim, heads=3)
         qkv = case.qkv.copy()
