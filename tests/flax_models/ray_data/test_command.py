@@ -34,7 +34,8 @@ def arguments(photographs, checkpoint, out, *options):
     given = ["encode", photographs, "--checkpoint", checkpoint, "--out", out, *options]
     if "--framework" not in options:
         given += ["--framework", STAND_IN]
-    return [str(argument) for argument in (*given, "--dtype", "float32", "--shard-rows", 2)]
+    given += ["--dtype", "float32", "--shard-rows", 2, "--every", 600]  # no line of progress
+    return [str(argument) for argument in given]
 
 
 @pytest.fixture
