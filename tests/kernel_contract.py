@@ -122,7 +122,7 @@ class KernelContract:
             (WINDOW, "qk", 80, None, "bfloat16", 4, 2, "qk"),
             (WINDOW, "none", 16, 6, "float32", 2, 2, "k"),
             (STREAM, "none", 72, None, "bfloat16", 3, 3, ""),
-            (STREAM, "none", 80, None, "float16", 2, 1, "qk"),
+            (STREAM, "none", 64, None, "float16", 2, 1, "qk"),
             (STREAM, "q", 80, 70, "bfloat16", 2, 2, "qk"),
             (STREAM, "qk", 80, None, "float32", 2, 1, "q"),
         ],

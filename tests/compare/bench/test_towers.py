@@ -31,7 +31,7 @@ def benchmark_on_cpu(monkeypatch):
 
 @pytest.mark.long
 def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
-    workloads = [square(112), square(112, "qwen3-tower")]
+    workloads = [square(112), square(128, "qwen3-tower")]
     records, _ = tower_bench.bench_towers(workloads)
     by_name = {(r.workload, r.implementation): r for r in records}
     for workload in workloads:
