@@ -225,6 +225,9 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
                 kept = torch.ops.fused_rope_attention.qkvpacked_with_lse(*arguments)
             options = cu_seqlens, kept, bound, scale, "kernel", needed
             torch.ops.fused_rope_attention.backward(grad, [*tensors], *options)
+            if recorded[-1][0].is_gluon():
+                with launch_module.launching_by(launch_module._PACKAGED, warp_specialized=False):
+                    torch.ops.fused_rope_attention.backward(grad, [*tensors], *options)
         if variant.max_seqlen == STREAM and variant.fuse == "auto" and not further:
             qk = qkv.view(TOKENS, 3 * HEADS, variant.head_dim)[:, : 2 * HEADS]
             rotate_in_order(qk, qk, angles, angles)

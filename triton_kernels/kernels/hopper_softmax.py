@@ -9,18 +9,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from triton_kernels.kernels.hopper_tiles import (
     KEYS,
     ROWS,
+    add_product,
+    clear_rows,
     load_head,
     load_rotated,
+    product,
     stage_of,
     sums_layout,
     tile_row,
+    wait_for_sums,
+    zero_sums,
 )
 from triton_kernels.kernels.softmax import PARTS, reference_of, squares_fit, sum_fits
 
@@ -44,7 +48,7 @@ def visit_segment(q, k, v, ping_pong, tile, tiles, first_keys, keys, scale_log2,
     stage, parity = stage_of(tile)
     mbarrier.wait(k_full.index(stage), parity)
     ping_pong_wait(ping_pong, tile, GROUP, MAIN, TAIL)
-    logits = key_logits(q, k_main.index(stage), k_tail.index(stage), TAIL)
+    logits = product(q, k_main.index(stage), k_tail.index(stage), TAIL)
     logits = warpgroup_mma_wait(0, deps=[logits])
     ping_pong_arrive(ping_pong, GROUP, MAIN, TAIL)
     mbarrier.arrive(k_empty.index(stage), count=1)
@@ -60,11 +64,11 @@ def visit_segment(q, k, v, ping_pong, tile, tiles, first_keys, keys, scale_log2,
         stage, parity = stage_of(tile + i)
         mbarrier.wait(v_full.index(before), before_parity)
         ping_pong_wait(ping_pong, tile + i, GROUP, MAIN, TAIL)
-        acc, acc_tail = add_values(
+        acc, acc_tail = add_product(
             p, v_main.index(before), v_tail.index(before), acc, acc_tail, TAIL
         )
         mbarrier.wait(k_full.index(stage), parity)
-        logits = key_logits(q, k_main.index(stage), k_tail.index(stage), TAIL)
+        logits = product(q, k_main.index(stage), k_tail.index(stage), TAIL)
         if TAIL > 0:
             logits, acc, acc_tail = warpgroup_mma_wait(0, deps=[logits, acc, acc_tail])
         else:
@@ -76,7 +80,7 @@ def visit_segment(q, k, v, ping_pong, tile, tiles, first_keys, keys, scale_log2,
         row_sums += partial_sums(p)
         p = p.to(q[0].dtype)
     mbarrier.wait(v_full.index(stage), parity)
-    acc, acc_tail = add_values(p, v_main.index(stage), v_tail.index(stage), acc, acc_tail, TAIL)
+    acc, acc_tail = add_product(p, v_main.index(stage), v_tail.index(stage), acc, acc_tail, TAIL)
     acc, acc_tail = wait_for_sums(acc, acc_tail, TAIL)
     mbarrier.arrive(v_empty.index(stage), count=1)
     return reference, gl.sum(row_sums, 1), acc, acc_tail
@@ -127,67 +131,16 @@ def visit_online(q, k, v, descs, tile, tiles, start, first_keys, head, scale_log
         if TAIL > 0:
             clear_rows(v_tail, keys)
         fence_async_shared()
-        logits = warpgroup_mma_wait(0, deps=[key_logits(q, k_main, k_tail, TAIL)])
+        logits = warpgroup_mma_wait(0, deps=[product(q, k_main, k_tail, TAIL)])
         logits = gl.where(column < keys, logits, -float("inf"))
         new_max = gl.maximum(row_max, gl.max(logits, 1))
         p = gl.exp2((logits - new_max[:, None]) * scale_log2)
         decay = gl.exp2((row_max - new_max) * scale_log2)
         row_max, row_sum = new_max, row_sum * decay + gl.sum(p, 1)
         acc, acc_tail = scaled(acc, acc_tail, decay, TAIL)
-        acc, acc_tail = add_values(p.to(q[0].dtype), v_main, v_tail, acc, acc_tail, TAIL)
+        acc, acc_tail = add_product(p.to(q[0].dtype), v_main, v_tail, acc, acc_tail, TAIL)
         acc, acc_tail = wait_for_sums(acc, acc_tail, TAIL)
     return row_max * scale_log2, row_sum, acc, acc_tail
-
-
-@gluon.jit
-def clear_rows(x, count):
-    """Zeros into the rows of a tile [rows, 1, columns] from the count-th on."""
-    x = x.reshape([x.shape[0], x.shape[2]])
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    row = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
-    x.store(gl.where(row < count, x.load(LAYOUT), gl.full([1, 1], 0.0, x.dtype, LAYOUT)))
-
-
-@gluon.jit
-def key_logits(q, k_main, k_tail, TAIL: gl.constexpr):
-    """Start computing the logits [ROWS, KEYS] of a tile of keys, not scaled."""
-    q_main, q_tail = q
-    logits = gl.zeros([ROWS, KEYS], gl.float32, sums_layout(KEYS))
-    logits = warpgroup_mma(q_main, k_main.permute([1, 0]), logits, use_acc=False, is_async=True)
-    if TAIL > 0:
-        logits = warpgroup_mma(q_tail, k_tail.permute([1, 0]), logits, is_async=True)
-    return logits
-
-
-@gluon.jit
-def add_values(p, v_main, v_tail, acc, acc_tail, TAIL: gl.constexpr):
-    """Start adding the product of p [ROWS, KEYS] and a tile of V [KEYS, 1, columns]."""
-    v_main = v_main.reshape([KEYS, v_main.shape[2]])
-    factors = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2))
-    acc = warpgroup_mma(factors, v_main, acc, is_async=True)
-    if TAIL > 0:
-        v_tail = v_tail.reshape([KEYS, v_tail.shape[2]])
-        factors = gl.convert_layout(p, gl.DotOperandLayout(0, acc_tail.type.layout, 2))
-        acc_tail = warpgroup_mma(factors, v_tail, acc_tail, is_async=True)
-    return acc, acc_tail
-
-
-@gluon.jit
-def zero_sums(MAIN: gl.constexpr, TAIL: gl.constexpr):
-    """No values yet: [ROWS, MAIN] and [ROWS, TAIL], without a tail [ROWS, 16]."""
-    COLUMNS: gl.constexpr = TAIL if TAIL > 0 else 16
-    acc = gl.zeros([ROWS, MAIN], gl.float32, sums_layout(MAIN))
-    return acc, gl.zeros([ROWS, COLUMNS], gl.float32, sums_layout(COLUMNS))
-
-
-@gluon.jit
-def wait_for_sums(acc, acc_tail, TAIL: gl.constexpr):
-    """Wait for products with V."""
-    if TAIL > 0:
-        acc, acc_tail = warpgroup_mma_wait(0, deps=[acc, acc_tail])
-    else:
-        acc = warpgroup_mma_wait(0, deps=[acc])
-    return acc, acc_tail
 
 
 @gluon.jit

@@ -21,7 +21,6 @@ from triton_kernels.kernels.hopper_softmax import (
     scaled,
     visit_online,
     visit_segment,
-    zero_sums,
 )
 from triton_kernels.kernels.hopper_tiles import (
     GROUPS,
@@ -35,6 +34,7 @@ from triton_kernels.kernels.hopper_tiles import (
     stage_of,
     sums_layout,
     tile_row,
+    zero_sums,
 )
 from triton_kernels.kernels.stream import last_start_at
 from triton_kernels.kernels.tiles import segment_bounds
@@ -63,16 +63,8 @@ def hopper_stream_kernel(
     K_HEADS: gl.constexpr,
 ):  # fmt: skip
     """One program for each (head, token block); blocks run fastest and share the head's K and V."""
-    BLOCK: gl.constexpr = ROWS * GROUPS
-    blocks = gl.cdiv(tokens, BLOCK)
-    head = gl.program_id(0) // blocks
+    head, block_start, visited = block_of(cu_seqlens_ptr, tokens, segments, max_seqlen)
     k_head = head if K_HEADS == HEADS else head // (HEADS // K_HEADS)
-    block_start = gl.program_id(0) % blocks * BLOCK
-    block_end = gl.minimum(block_start + BLOCK, tokens)
-    first_segment, last_segment = segments_of(
-        cu_seqlens_ptr, block_start, block_end, segments, max_seqlen
-    )
-    visited = (cu_seqlens_ptr, tokens, first_segment, last_segment, block_start)
 
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     q_main = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, MAIN], q_desc.layout)
@@ -118,6 +110,20 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def block_of(cu_seqlens_ptr, tokens, segments, max_seqlen):
+    """A program's head and block of tokens; and what its groups of warps are to know of these."""
+    BLOCK: gl.constexpr = ROWS * GROUPS
+    blocks = gl.cdiv(tokens, BLOCK)
+    head = gl.program_id(0) // blocks
+    block_start = gl.program_id(0) % blocks * BLOCK
+    block_end = gl.minimum(block_start + BLOCK, tokens)
+    first_segment, last_segment = segments_of(
+        cu_seqlens_ptr, block_start, block_end, segments, max_seqlen
+    )
+    return head, block_start, (cu_seqlens_ptr, tokens, first_segment, last_segment, block_start)
+
+
+@gluon.jit
 def segments_of(cu_seqlens_ptr, block_start, block_end, segments, max_seqlen):
     """The first and the last segment that reach into a block; the first is 0 where none does."""
     # Images of one size mostly have one for each block, and where. To look takes one load.
@@ -137,7 +143,7 @@ def load_tiles(q, k, v, descs, visited, head, k_head, HEADS: gl.constexpr,
                MAIN: gl.constexpr, TAIL: gl.constexpr, K_HEADS: gl.constexpr):  # fmt: skip
     """The loading warp: the block's queries, and all keys and values of its segments."""
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc = descs
-    _, _, first_segment, last_segment, block_start = visited
+    _, _, _, _, block_start = visited
     q_main, q_tail, q_full = q
     gdc_wait()  # for the rotation in front, during which all this may have been launched
     mbarrier.expect(q_full.index(0), GROUPS * ROWS * (MAIN + TAIL) * 2)
@@ -145,19 +151,30 @@ def load_tiles(q, k, v, descs, visited, head, k_head, HEADS: gl.constexpr,
         load_rotated(q_desc, q_tail_desc, block_start + group * ROWS, head,
                      q_main.index(group), q_tail.index(group), q_full.index(0),
                      HEADS, MAIN, TAIL)  # fmt: skip
+    load_keys(k, v, (k_desc, k_tail_desc, v_desc, v_tail_desc), visited, k_head,
+              MAIN, TAIL, K_HEADS)  # fmt: skip
+
+
+@gluon.jit
+def load_keys(k, v, descs, visited, k_head,
+              MAIN: gl.constexpr, TAIL: gl.constexpr, K_HEADS: gl.constexpr):  # fmt: skip
+    """All keys and values of the block's segments, by tiles, as places for them become free."""
+    k_desc, k_tail_desc, v_desc, v_tail_desc = descs
+    _, _, first_segment, last_segment, _ = visited
     k_main, k_tail, k_full, k_empty = k
     v_main, v_tail, v_full, v_empty = v
     tile = 0
     for segment in range(first_segment, last_segment + 1):
         start, _, tiles, first_keys = keys_of(visited, segment)
         for i in range(0, tiles):
-            stage, parity = stage_of(tile)
-            tile += 1
+            stage, parity = stage_of(tile, k_main.shape[0])
             row = tile_row(i, start, first_keys)
             mbarrier.wait(k_empty.index(stage), parity ^ 1)
             mbarrier.expect(k_full.index(stage), KEYS * (MAIN + TAIL) * 2)
             load_rotated(k_desc, k_tail_desc, row, k_head, k_main.index(stage), k_tail.index(stage),
                          k_full.index(stage), K_HEADS, MAIN, TAIL)  # fmt: skip
+            stage, parity = stage_of(tile, v_main.shape[0])
+            tile += 1
             mbarrier.wait(v_empty.index(stage), parity ^ 1)
             mbarrier.expect(v_full.index(stage), KEYS * (MAIN + TAIL) * 2)
             load_head(v_desc, v_tail_desc, row, k_head, v_main.index(stage), v_tail.index(stage),
@@ -207,18 +224,25 @@ def clear_padding(out_ptr, lse_ptr, visited, GROUP: gl.constexpr, HEADS: gl.cons
     The threads that write them write the results over them. This may be before the rotation has
     ended, which does not read here.
     """
-    cu_seqlens_ptr, tokens, first_segment, last_segment, block_start = visited
-    covered_to = block_start
-    for segment in range(first_segment, last_segment + 1):
-        start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
-        covered_to = gl.where(start <= covered_to, gl.maximum(end, covered_to), covered_to)
-    if covered_to < gl.minimum(block_start + ROWS * GROUPS, tokens):
+    _, tokens, _, _, block_start = visited
+    if not_covered(visited):
         acc, acc_tail = zero_sums(MAIN, TAIL)
         store_rows(out_ptr, 0, tokens - block_start, None, acc, acc_tail,
                    GROUP, HEADS, HEAD_DIM, MAIN, TAIL)  # fmt: skip
         S: gl.constexpr = sums_layout(KEYS)
         none = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
         store_lse(lse_ptr, 0, tokens - block_start, None, none, none + 1.0, GROUP)
+
+
+@gluon.jit
+def not_covered(visited):
+    """Whether segments do not cover the block, or not surely."""
+    cu_seqlens_ptr, tokens, first_segment, last_segment, block_start = visited
+    covered_to = block_start
+    for segment in range(first_segment, last_segment + 1):
+        start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
+        covered_to = gl.where(start <= covered_to, gl.maximum(end, covered_to), covered_to)
+    return covered_to < gl.minimum(block_start + ROWS * GROUPS, tokens)
 
 
 @gluon.jit
@@ -275,9 +299,10 @@ def store_rows(out_ptr, first, last, wanted, out, out_tail,
 
     wanted: [ROWS], which of these; None: all. out_ptr is where the block's first row goes.
     """
-    store_columns(out_ptr, first, last, wanted, out, 0, GROUP, HEADS, HEAD_DIM)
+    STRIDE: gl.constexpr = HEADS * HEAD_DIM
+    store_columns(out_ptr, first, last, wanted, out, 0, GROUP, STRIDE, HEAD_DIM)
     if TAIL > 0:
-        store_columns(out_ptr, first, last, wanted, out_tail, MAIN, GROUP, HEADS, HEAD_DIM)
+        store_columns(out_ptr, first, last, wanted, out_tail, MAIN, GROUP, STRIDE, HEAD_DIM)
 
 
 @gluon.constexpr_function
@@ -292,7 +317,7 @@ def stored_layout(columns):
 
 @gluon.jit
 def store_columns(out_ptr, first, last, wanted, out, FIRST: gl.constexpr, GROUP: gl.constexpr,
-                  HEADS: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
+                  STRIDE: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
     LAYOUT: gl.constexpr = stored_layout(out.shape[1])
     out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
     # Numbered in this layout: to bring rows or masks into it takes as long as to bring the result.
@@ -301,5 +326,5 @@ def store_columns(out_ptr, first, last, wanted, out, FIRST: gl.constexpr, GROUP:
     if wanted is not None:
         mask = mask & gl.convert_layout(wanted, row.type.layout)
     column = FIRST + gl.arange(0, out.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
-    place = out_ptr + row[:, None] * (HEADS * HEAD_DIM) + column
+    place = out_ptr + row[:, None] * STRIDE + column
     gl.store(place, out, mask=mask[:, None] & (column < HEAD_DIM))

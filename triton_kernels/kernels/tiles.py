@@ -119,12 +119,19 @@ def store_columns(x_ptr, stride, rows, row_mask, x, FIRST: tl.constexpr, WIDTH: 
 @triton.jit
 def pair_columns(FIRST: tl.constexpr, PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr,
                  ROTARY_DIM: tl.constexpr):  # fmt: skip
-    """The pairs FIRST .. FIRST + PAIRS, their first column, and how far behind it the second is.
+    """The pairs FIRST .. FIRST + PAIRS, their first column, and how far behind it the second is."""
+    pair = tile_columns(FIRST, PAIRS)
+    first, distance = places_of(pair, HEAD_DIM, ROTARY_DIM)
+    return pair, first, distance
+
+
+@triton.jit
+def places_of(pair, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
+    """The first column of pairs, and how far behind it the second is.
 
     Rotary pairs are (i, i + rotary_dim / 2). The dims that pass unrotated form pairs of the same
     kind behind them, so that one code serves both: their angle is 0.
     """
-    pair = tile_columns(FIRST, PAIRS)
     if ROTARY_DIM == HEAD_DIM:
         first = pair
         distance = HEAD_DIM // 2
@@ -132,7 +139,7 @@ def pair_columns(FIRST: tl.constexpr, PAIRS: tl.constexpr, HEAD_DIM: tl.constexp
         rotary = pair < ROTARY_DIM // 2
         first = tl.where(rotary, pair, pair + ROTARY_DIM // 2)
         distance = tl.where(rotary, ROTARY_DIM // 2, (HEAD_DIM - ROTARY_DIM) // 2)[None, :]
-    return pair, first, distance
+    return first, distance
 
 
 @triton.jit

@@ -14,12 +14,19 @@ from triton_kernels.kernels.stream_backward import (
 )
 from triton_kernels.kernels.window_backward import window_backward_kernel
 from triton_kernels.launching.choose import (
+    HOPPER_KEYS_LAUNCH,
+    HOPPER_LAUNCH,
+    HOPPER_ROWS,
     LaunchSource,
     find_launch,
+    has_specialized_gradients,
     head_split,
+    hopper_backward_kv_kernel,
+    hopper_backward_q_kernel,
     launch_source,
     window_limit,
 )
+from triton_kernels.launching.descriptors import can_describe
 from triton_kernels.launching.fast_path import form_of, plans
 from triton_kernels.launching.launch import Call, launch_kernel
 from triton_kernels.launching.plan import (
@@ -28,6 +35,7 @@ from triton_kernels.launching.plan import (
     Rotation,
     Serving,
     TensorForm,
+    head_tiles,
     in_units,
     launch_rotations,
     make_call,
@@ -96,8 +104,14 @@ def attention_gradients(
     launch_rotations(plan.rotations, grad, held, parts, angles, [None, None])
     out, grad, lse, delta = (x.data_ptr() for x in (out, grad, lse, delta))
     q_grad, k_grad, v_grad = _parts(written)
-    launch_kernel(plan.queries, held, (*parts, out, grad, lse, delta, q_grad, *last))
-    launch_kernel(plan.keys, held, (*parts, grad, lse, delta, k_grad, v_grad, *last))
+    by_queries, by_keys = (lse, delta, q_grad, *last), (lse, delta, k_grad, v_grad, *last)
+    if plan.queries.tiles:
+        described = *parts, grad
+        launch_kernel(plan.queries, held, (out, *by_queries), described)
+        launch_kernel(plan.keys, held, by_keys, described)
+    else:
+        launch_kernel(plan.queries, held, (*parts, out, grad, *by_queries))
+        launch_kernel(plan.keys, held, (*parts, grad, *by_keys))
     return written
 
 
@@ -150,6 +164,10 @@ def _stream_backward(
     serving = Serving(max_seqlen)
     q, k, rotations = rotate_first(q, k, cos, True, is_behind, source, serving, "none")
     tensors = (q, v, grad), v, cos, cu_seqlens, parts
+    if all(can_describe(x.strides[:2]) for x in (v, grad)) and has_specialized_gradients(
+        v.dtype, head_dim, max_seqlen, tokens, heads, source
+    ):
+        return StreamBackward(rotations, *_hopper_backward(tensors, max_seqlen, scale))
     shape = v.dtype, head_dim, max_seqlen, tokens * heads, source
 
     def call(name: str, kernel: JITFunction, by_keys: bool) -> Call:
@@ -161,6 +179,29 @@ def _stream_backward(
     queries = call("stream_backward_q", stream_backward_q_kernel, False)
     keys = call("stream_backward_kv", stream_backward_kv_kernel, True)
     return StreamBackward(rotations, queries, keys)
+
+
+def _hopper_backward(tensors: tuple, max_seqlen: int, scale: float) -> tuple[Call, Call]:
+    """The same by the warp-specialized kernels."""
+    (q, v, grad), _, cos, cu_seqlens, parts = tensors
+    tokens, heads, head_dim = v.shape
+    split = head_split(head_dim)
+    _, angle_unit, (angle_stride,) = in_units([], cos, True)
+    numbers = tokens, cu_seqlens.shape[0] - 1, min(max_seqlen, tokens), scale * LOG2_E, angle_stride
+    constants = heads, head_dim, 2 * cos.shape[1], *split, angle_unit, parts
+    programs = triton.cdiv(tokens, HOPPER_LAUNCH.block) * heads
+
+    def call(kernel: JITFunction, launch: Launch, query_rows: int, key_rows: int) -> Call:
+        rows = query_rows, key_rows, key_rows, query_rows
+        made = make_call(kernel, programs, launch, numbers, constants, v, True)
+        return made._replace(tiles=head_tiles((q, q, v, grad), rows, split))
+
+    queries = call(hopper_backward_q_kernel, HOPPER_LAUNCH, HOPPER_ROWS, HOPPER_LAUNCH.block_k)
+    keys = call(
+        hopper_backward_kv_kernel, HOPPER_KEYS_LAUNCH, HOPPER_KEYS_LAUNCH.block, HOPPER_ROWS
+    )
+    # It finds its segments while the rotation ends.
+    return queries._replace(overlap=True), keys
 
 
 def _taken_apart(form: Form) -> tuple[TensorForm | int, ...]:

@@ -1,7 +1,7 @@
 """Which kernel, with which block sizes, warps and stages, for each case.
 
 Nothing is tuned at call time: `launches.json` says what was fastest, `python -m compare tune`
-makes it anew. The warp-specialized kernel, whose tiles are fixed, is in no table.
+makes it anew. The warp-specialized kernels, whose tiles are fixed, are in no table.
 """
 
 import contextlib
@@ -18,16 +18,27 @@ from triton_kernels.kernels.softmax import is_online
 from triton_kernels.launching.table import Gpu, Launch, Shape, Table, next_power_of_2
 
 try:
+    from triton_kernels.kernels.hopper_backward import (
+        QUERIES,
+        QUERY_STAGES,
+        hopper_backward_kv_kernel,
+        hopper_backward_q_kernel,
+    )
     from triton_kernels.kernels.hopper_stream import hopper_stream_kernel
     from triton_kernels.kernels.hopper_tiles import GROUPS, KEYS, ROWS, STAGES
 
     HOPPER_LAUNCH = Launch(
         block=(ROWS * GROUPS).value, block_k=KEYS.value, num_warps=4, num_stages=STAGES.value
     )
+    # Of the kernel that goes by blocks of keys; of the other as of the forward kernel.
+    HOPPER_KEYS_LAUNCH = HOPPER_LAUNCH._replace(
+        block=QUERIES.value, block_k=(ROWS * GROUPS).value, num_stages=QUERY_STAGES.value
+    )
     HOPPER_ROWS = ROWS.value  # of a block, those of one group of warps
     _CAN_RUN = not triton.knobs.runtime.interpret  # Gluon has no interpreter
 except (ImportError, AttributeError):  # and is experimental: versions to come may have it elsewhere
     hopper_stream_kernel = HOPPER_LAUNCH = HOPPER_ROWS = None
+    hopper_backward_q_kernel = hopper_backward_kv_kernel = HOPPER_KEYS_LAUNCH = None
     _CAN_RUN = False
 
 # Heads of up to 64 columns want few registers: of the stream kernel four programs run at once.
@@ -40,6 +51,12 @@ _SHORTEST = 768
 # the stream kernel is at its best. A GPU of compute capability 9.0 mostly has 132 multiprocessors.
 _FULL_WITH_TAIL, _FULL_OTHERWISE = 0.75, 0.7
 _MULTIPROCESSORS = 132
+# Of which dtypes gradients are computed by warp-specialized kernels, too: () for none. fp16 would
+# want the largest gradient of each tile, see stream_backward.py.
+_BACKWARD_DTYPES = (torch.bfloat16,)
+_WIDEST_BACKWARD = 128  # two gradients' sums fill the registers
+# How far their programs have to fill their waves.
+_FULL_BACKWARD = 0.6
 
 # What batch-invariant calls look long segments, and rows, up by, whatever they have.
 INVARIANT_LENGTH, INVARIANT_ROWS = 4096, 4096 * 16
@@ -91,8 +108,8 @@ def invariant_limit(dtype: torch.dtype, head_dim: int) -> int:
 
 
 class LaunchSource(NamedTuple):
-    """Where a call's launches come from: a table, the GPU to look up in it, and whether the
-    warp-specialized kernel may take the stream kernel's place.
+    """Where a call's launches come from: a table, the GPU to look up in it, and whether
+    warp-specialized kernels may take the stream kernels' place.
     """
 
     table: Table
@@ -101,7 +118,7 @@ class LaunchSource(NamedTuple):
 
 
 def launch_settings() -> tuple[Table, bool]:
-    """The table in use, and whether the warp-specialized kernel may be launched."""
+    """The table in use, and whether warp-specialized kernels may be launched."""
     return _table.get(), _warp_specialized.get()
 
 
@@ -143,7 +160,7 @@ def gpu(index: int | None) -> Gpu | None:
 def launching_by(table: Table, warp_specialized: bool = True) -> Iterator[None]:
     """Within the context, this thread takes its launches from another table than the package's.
 
-    warp_specialized: whether that kernel, which is in no table, may be launched.
+    warp_specialized: whether those kernels, which are in no table, may be launched.
     """
     tokens = _table.set(table), _warp_specialized.set(warp_specialized)
     try:
@@ -154,7 +171,7 @@ def launching_by(table: Table, warp_specialized: bool = True) -> Iterator[None]:
 
 
 def can_warp_specialize(source: LaunchSource) -> bool:
-    """Whether the warp-specialized kernel may be launched on a GPU."""
+    """Whether warp-specialized kernels may be launched on a GPU."""
     hopper = source.gpu is not None and source.gpu.compute_capability == "9.0"
     return _CAN_RUN and hopper and source.warp_specialized
 
@@ -175,12 +192,30 @@ def is_warp_specialized(
         return False
     if max_seqlen < _SHORTEST or is_online(dtype, head_dim, max_seqlen):
         return False
-    programs = triton.cdiv(tokens, HOPPER_LAUNCH.block) * heads
-    waves = triton.cdiv(programs, _MULTIPROCESSORS)
     tail_in_sectors = head_split(head_dim)[1] > 0 and head_dim % 16 == 0
     fullness = _FULL_WITH_TAIL if tail_in_sectors else _FULL_OTHERWISE
-    full = programs >= fullness * waves * _MULTIPROCESSORS
-    return head_dim > _WIDEST_FOR_STREAM and full
+    return head_dim > _WIDEST_FOR_STREAM and _fills_waves(fullness, tokens, heads)
+
+
+def has_specialized_gradients(
+    dtype: torch.dtype,
+    head_dim: int,
+    max_seqlen: int,
+    tokens: int,
+    heads: int,
+    source: LaunchSource,
+) -> bool:
+    """The same of the kernels for gradients, where v and the result's gradient can be described."""
+    if not can_warp_specialize(source) or dtype not in _BACKWARD_DTYPES:
+        return False
+    fits = _WIDEST_FOR_STREAM < head_dim <= _WIDEST_BACKWARD
+    return fits and max_seqlen >= _SHORTEST and _fills_waves(_FULL_BACKWARD, tokens, heads)
+
+
+def _fills_waves(share: float, tokens: int, heads: int) -> bool:
+    """Whether programs, of which a multiprocessor holds one, fill such a share of their waves."""
+    programs = triton.cdiv(tokens, HOPPER_LAUNCH.block) * heads
+    return programs >= share * triton.cdiv(programs, _MULTIPROCESSORS) * _MULTIPROCESSORS
 
 
 def auto_fuse(

@@ -340,7 +340,8 @@ def _attention(
         call = make_call(kernel, programs, launch, numbers, constants, x, aligned, keeps_lse)
         # It finds its segments while the rotation ends. Of the stream kernel several programs share
         # a multiprocessor: they would be dealt out unevenly.
-        return call._replace(tiles=_head_tiles(qkv, split), overlap=True)
+        rows = HOPPER_ROWS, HOPPER_LAUNCH.block_k, HOPPER_LAUNCH.block_k
+        return call._replace(tiles=head_tiles(qkv, rows, split), overlap=True)
     if aligned and max_seqlen <= window_limit(x.dtype, head_dim):
         launch = find_launch("window", *shape, source)
         kernel, programs, blocks = window_kernel, segments * heads, (launch.block, shared)
@@ -359,15 +360,18 @@ def _attention(
     return make_call(kernel, programs, launch, numbers, constants, x, aligned, keeps_lse)
 
 
-def _head_tiles(qkv: Sequence[TensorForm], split: tuple[int, int]) -> tuple[Tile, ...]:
-    """Main and tail tile of each; where there is no tail the main tile stands in.
+def head_tiles(
+    read: Sequence[TensorForm], rows: Sequence[int], split: tuple[int, int]
+) -> tuple[Tile, ...]:
+    """Main and tail tile of each, of so many rows; without a tail the main tile stands in.
 
-    q and k are [tokens, row], as rotate_kernel writes them, v is [tokens, heads, head_dim].
+    Those that are rotated are [tokens, row], as rotate_kernel writes them, others [tokens, heads,
+    head_dim].
     """
-    (main, tail), keys = split, HOPPER_LAUNCH.block_k
+    main, tail = split
     return tuple(
-        make_tile(i, x.dtype, tuple(x.shape), x.strides, [rows, *[1] * (len(x.shape) - 2), columns])
-        for i, (x, rows) in enumerate(zip(qkv, (HOPPER_ROWS, keys, keys), strict=True))
+        make_tile(i, x.dtype, tuple(x.shape), x.strides, [n, *[1] * (len(x.shape) - 2), columns])
+        for i, (x, n) in enumerate(zip(read, rows, strict=True))
         for columns in (main, tail or main)
     )
 
