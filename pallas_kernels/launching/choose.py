@@ -38,6 +38,9 @@ _SHORTEST_COPIED = 3072
 _FULL_WITH_TAIL, _FULL_OTHERWISE = 0.75, 0.7
 _MULTIPROCESSORS = 132
 
+# Whether there are warp-specialized kernels for gradients, too.
+_SPECIALIZES_BACKWARD = True
+
 # What batch-invariant calls look long segments, and rows, up by, whatever they have.
 INVARIANT_LENGTH, INVARIANT_ROWS = 4096, 4096 * 16
 
@@ -141,6 +144,18 @@ def is_warp_specialized(
     fullness = _FULL_WITH_TAIL if tail_in_sectors else _FULL_OTHERWISE
     full = programs >= fullness * waves * _MULTIPROCESSORS
     return head_dim > _WIDEST_FOR_STREAM and full and tiles_fit(tokens, heads, head_dim)
+
+
+def is_backward_warp_specialized(
+    dtype: DTypeLike, head_dim: int, max_seqlen: int, tokens: int, heads: int
+) -> bool:
+    """Whether warp-specialized kernels take the place of those that stream_backward.py has.
+
+    Not of fp16, which these scale as its range wants it. Waves need not be full: both have blocks
+    of as many rows, and a multiprocessor holds one program.
+    """
+    may_be = _SPECIALIZES_BACKWARD and can_warp_specialize() and dtype == jnp.bfloat16
+    return may_be and max_seqlen >= _SHORTEST and 64 < head_dim <= 128
 
 
 def has_kernel(
