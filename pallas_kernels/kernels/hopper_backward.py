@@ -67,7 +67,8 @@ class Ring(NamedTuple):
         operands: what has a tile in each stage.
         full: barriers, one for each stage: has it been loaded?
         empty: has it been read by all groups?
-        cleared: have rows of other segments been overwritten?
+        cleared: have rows of other segments been overwritten? For each stage, as one group could
+            otherwise do so twice before the other has looked.
         summed: of the operands those that sums run over the rows of.
     """
 
@@ -428,9 +429,9 @@ def clear(ring: Ring, stage: Scalar, low: Scalar, high: Scalar, group: Scalar) -
         def overwrite() -> None:
             for x in ring.summed:
                 clear_rows(x.tiles[0].at[stage], low, high)
-            mosaic.barrier_arrive(ring.cleared)
+            mosaic.barrier_arrive(ring.cleared.at[stage])
 
-        mosaic.barrier_wait(ring.cleared)
+        mosaic.barrier_wait(ring.cleared.at[stage])
 
 
 def multiply(acc_ref: Ref, a: jax.Array, a_tile: Ref | None, b_tile: Ref) -> None:

@@ -104,9 +104,7 @@ def _run(
     tokens, heads = options["tokens"], options["heads"]
     width, split = pl.cdiv(head_dim, COLUMN_UNIT) * COLUMN_UNIT, head_split(head_dim)
     by_queries = which == "q"
-    passing = _KEYS if by_queries else _QUERIES
-    if head_dim > _WIDEST_OF_LONG_TILES:
-        passing //= 2
+    passing = 64 if head_dim > _WIDEST_OF_LONG_TILES or not by_queries else 128
     own, tile = mosaic.SMEM((GROUPS, ROWS, width), dtype), mosaic.SMEM((STAGES, passing, width), dtype)
     own_numbers = mosaic.SMEM((GROUPS, ROWS), jnp.float32)
     numbers = mosaic.SMEM((STAGES, passing), jnp.float32)
@@ -129,7 +127,7 @@ def _run(
         mosaic.Barrier(num_arrivals=own_copies, num_barriers=GROUPS),
         mosaic.Barrier(num_arrivals=passing_copies, num_barriers=STAGES),
         mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-        mosaic.Barrier(num_arrivals=1),
+        mosaic.Barrier(num_arrivals=1, num_barriers=STAGES),
         ping_pong if uses_ping_pong(*split) else None,
     )
     # As of the forward kernel: under shard_map, JAX maps no warps over arrays that vary over axes
