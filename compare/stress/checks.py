@@ -19,7 +19,7 @@ from compare.implementations.towers import TowerImplementation, free_memory, our
 from compare.stress import inputs, kernels, server
 from compare.stress.inputs import Sizes
 from compare.stress.kernels import Findings
-from compare.stress.launched import BACKWARD, WARP_SPECIALIZED, kernels_here
+from compare.stress.launched import WARP_SPECIALIZED, kernels_here
 from compare.stress.server import Traffic
 from compare.stress.subjects import SUBJECTS, Subject
 from compare.workloads.towers import SMALL_TOWERS
@@ -147,8 +147,7 @@ def _run_in_a_process(check: Check, subject: Subject, sizes: Sizes) -> Record:
 
 def run_check(check: Check, subject: Subject, sizes: Sizes) -> Record:
     cases, findings = 0, []
-    wanted = kernels_here() + (BACKWARD if check.gradients else ())
-    reached = {name: 0 for name in wanted if name not in check.without}
+    reached = {name: 0 for name in kernels_here(check.gradients) if name not in check.without}
     try:
         with np.errstate(all="ignore"):  # NaN and infinity are meant, Triton's interpreter is NumPy
             for finding in check.run(subject, sizes):

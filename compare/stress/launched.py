@@ -11,14 +11,21 @@ from unittest import mock
 WARP_SPECIALIZED = "hopper_stream"
 EVERYWHERE = ("rotate", "window", "stream")
 BACKWARD = ("window_backward", "stream_backward_q", "stream_backward_kv")
+WARP_SPECIALIZED_BACKWARD = ("hopper_backward_q", "hopper_backward_kv")
 
 
-def kernels_here() -> tuple[str, ...]:
-    """The kernels that this machine's first GPU has: whatever is launched, all are to be."""
+def kernels_here(gradients: bool = False) -> tuple[str, ...]:
+    """The kernels that this machine's first GPU has: whatever is launched, all are to be.
+
+    gradients: with those for gradients.
+    """
     import torch
 
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(0) == (9, 0)
-    return (*EVERYWHERE, WARP_SPECIALIZED) if hopper else EVERYWHERE
+    forward = (*EVERYWHERE, WARP_SPECIALIZED) if hopper else EVERYWHERE
+    if not gradients:
+        return forward
+    return forward + BACKWARD + (WARP_SPECIALIZED_BACKWARD if hopper else ())
 
 
 @contextmanager

@@ -6,8 +6,8 @@ hopper_stream.py. A program owns a block of queries, or of keys, half of it each
 computes; it stays in shared memory, and a ring of tiles of the segment's keys, or queries, passes.
 
 Of a tile that passes, two products give logits and dP; of what they make, in registers, one or two
-more add to the gradients. Those of a tile are computed together with the first two of the next, and
-waited for once.
+more add to the gradients. Where registers are enough, those of a tile are computed together with
+the first two of the next, and waited for once.
 
 All tiles have a head's columns by sixteens, the last of no column 0: those of Q and K in paired
 order, side by side, as Mosaic multiplies by tiles of any such width. Their gradients leave so, too:
@@ -54,8 +54,6 @@ from pallas_kernels.kernels.tiles import Ref, Scalar
 from pallas_kernels.kernels.window_backward import LN_2
 from pallas_kernels.launching.choose import BLOCK
 
-# Tiles that the ring holds: one that is summed over, one that logits are made of, one to come.
-STAGES = 3
 # How a number for each column of a product's sums lies in registers.
 COLUMN = SUMS.reduce(0)
 
@@ -82,6 +80,11 @@ class Ring(NamedTuple):
     def rows(self) -> int:
         """Of a tile."""
         return self.operands[0].tiles[0].shape[1]
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return self.operands[0].tiles[0].shape[0]
 
 
 class Block(NamedTuple):
@@ -115,7 +118,7 @@ def hopper_backward_q_kernel(
     scale_log2: float,
     # of a rotated head
     row: int,
-    max_seqlen: int, tokens: int, heads: int, by_one_warp: bool,
+    max_seqlen: int, tokens: int, heads: int, by_one_warp: bool, ahead: bool,
 ) -> None:  # fmt: skip
     """One program for each (head, block of queries); blocks run fastest and share K and V."""
     block = block_of(cu_seqlens_ref, tokens, max_seqlen)
@@ -166,7 +169,7 @@ def hopper_backward_q_kernel(
 
         out_tile[...] = filled(out_tile.shape, 0, SUMS, out_tile.dtype)  # of tokens of no segment
         widths = (out_tile.shape[-1],)
-        steps = Steps(logits_and_gradients, factors, add, store)
+        steps = Steps(logits_and_gradients, factors, add, store, ahead)
         differentiate_rows(ring, visited, ping_pong, group, steps, widths)
         mosaic.commit_smem()
         first = visited.block_start + group * ROWS
@@ -191,7 +194,7 @@ def hopper_backward_kv_kernel(
     p_tiles: Ref | None, s_grad_tiles: Ref | None,
     *,
     parts: tuple[int, int, int], scale_log2: float, row: int,
-    max_seqlen: int, tokens: int, heads: int, by_one_warp: bool,
+    max_seqlen: int, tokens: int, heads: int, by_one_warp: bool, ahead: bool,
 ) -> None:  # fmt: skip
     """One program for each (head, block of keys); blocks run fastest and share Q and dO."""
     block = block_of(cu_seqlens_ref, tokens, max_seqlen)
@@ -249,7 +252,7 @@ def hopper_backward_kv_kernel(
         for tile in grad_tiles:  # of tokens of no segment
             tile[...] = filled(tile.shape, 0, SUMS, tile.dtype)
         widths = tuple(tile.shape[-1] for tile in grad_tiles)
-        steps = Steps(logits_and_gradients, factors, add, store)
+        steps = Steps(logits_and_gradients, factors, add, store, ahead)
         differentiate_rows(ring, visited, ping_pong, group, steps, widths)
         mosaic.commit_smem()
         rows = pl.ds(visited.block_start + group * ROWS, ROWS)
@@ -315,10 +318,10 @@ def load_tiles(kept: Sequence[Operand], ring: Ring, visited: Visited) -> None:
 
         @pl.loop(0, keys.tiles)
         def load_stage(i: Scalar) -> None:
-            stage = stage_of(tile + i, STAGES)
+            stage = stage_of(tile + i, ring.stages)
             row, _, _ = tile_of(keys, i, ring.rows)
             wait = functools.partial(mosaic.barrier_wait, ring.empty.at[stage])
-            pl.when(tile + i >= STAGES)(wait)
+            pl.when(tile + i >= ring.stages)(wait)
             for x in ring.operands:
                 load_tile(x, row, stage, ring.full.at[stage])
 
@@ -327,7 +330,7 @@ def load_tiles(kept: Sequence[Operand], ring: Ring, visited: Visited) -> None:
     last_segment = visited.last_segment
     tiles = lax.fori_loop(visited.first_segment, last_segment + 1, load_segment, jnp.int32(0))
     # A barrier must not be left before it is waited for as often as it was completed.
-    for stage in range(STAGES):
+    for stage in range(ring.stages):
         pl.when(stage < tiles)(functools.partial(mosaic.barrier_wait, ring.empty.at[stage]))
 
 
@@ -340,12 +343,14 @@ class Steps(NamedTuple):
             by the tile.
         add: start adding those products.
         store: sums, of the rows of a mask.
+        ahead: whether products are added together with the next tile's first.
     """
 
     multiply: Callable[[Scalar, Ref, Ref], None]
     factors: Callable[..., tuple[jax.Array, ...]]
     add: Callable[[Sequence[Ref], tuple[jax.Array, ...], Scalar], None]
     store: Callable[[jax.Array, tuple[jax.Array, ...]], None]
+    ahead: bool
 
 
 def differentiate_rows(
@@ -385,8 +390,8 @@ def visit_segment(
         return low, high
 
     def products(i: Scalar, before: tuple[jax.Array, ...] | None) -> tuple[jax.Array, jax.Array]:
-        """Of a tile, and of what the tile before it made: all are waited for together."""
-        stage, last = stage_of(tile + i, STAGES), stage_of(tile + i - 1, STAGES)
+        """Of a tile, and of what the tile before it made, if any: waited for together."""
+        stage, last = stage_of(tile + i, ring.stages), stage_of(tile + i - 1, ring.stages)
 
         def multiply(s_ref: Ref, p_grad_ref: Ref) -> tuple[jax.Array, jax.Array]:
             steps.multiply(stage, s_ref, p_grad_ref)
@@ -401,22 +406,29 @@ def visit_segment(
         ping_pong_wait(ping_pong, group)
         return pl.run_scoped(multiply, accumulator(rows), accumulator(rows))
 
+    def finish(factors: tuple[jax.Array, ...], stage: Scalar) -> None:
+        steps.add(accs, factors, stage)
+        mosaic.wgmma_wait(0)
+        mosaic.barrier_arrive(ring.empty.at[stage])
+
     def visit(is_whole: bool, i: Scalar, before: tuple[jax.Array, ...] | None) -> tuple:
-        stage = stage_of(tile + i, STAGES)
+        stage = stage_of(tile + i, ring.stages)
         mosaic.barrier_wait(ring.full.at[stage])
         bounds = None if is_whole else bounds_of(i)
         if bounds is not None:
             clear(ring, stage, *bounds, group)
-        return steps.factors(stage, bounds, *products(i, before))
+        factors = steps.factors(stage, bounds, *products(i, before if steps.ahead else None))
+        if steps.ahead:
+            return factors
+        finish(factors, stage)
+        return ()
 
     factors = visit(False, jnp.int32(0), None)
     whole = whole_of(keys, rows)
     factors = lax.fori_loop(1, whole, functools.partial(visit, True), factors)
     factors = lax.fori_loop(whole, keys.tiles, functools.partial(visit, False), factors)
-    last = stage_of(tile + keys.tiles - 1, STAGES)
-    steps.add(accs, factors, last)
-    mosaic.wgmma_wait(0)
-    mosaic.barrier_arrive(ring.empty.at[last])
+    if steps.ahead:
+        finish(factors, stage_of(tile + keys.tiles - 1, ring.stages))
     return tuple(acc[...] for acc in accs)
 
 

@@ -16,8 +16,8 @@ from pallas_kernels.kernels.stream_backward import (
 from pallas_kernels.kernels.window_backward import window_backward_kernel
 from pallas_kernels.launching.choose import (
     find_launch,
+    has_specialized_gradients,
     head_split,
-    is_backward_warp_specialized,
     window_limit,
 )
 from pallas_kernels.launching.hopper_backward import hopper_gradients
@@ -52,7 +52,7 @@ def attention_gradients(
     gradients = _stream_gradients if kept else _window_gradients
     tokens, _, heads, head_dim = qkv[-1].shape
     shape = grad.dtype, head_dim, max_seqlen, tokens, heads
-    if kept and not interpret and is_backward_warp_specialized(*shape):
+    if kept and not interpret and has_specialized_gradients(*shape):
         gradients = hopper_gradients
     grad, *kept = (x[:, None] if x.ndim == 3 else x for x in (grad, *kept))
     bounds = {"max_seqlen": max_seqlen, "scale": scale}

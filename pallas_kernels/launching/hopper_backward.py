@@ -20,11 +20,8 @@ from pallas_kernels.launching.launch import run_all
 from pallas_kernels.launching.plan import LOG2_E, operands, rotate_by_kernel
 from pallas_kernels.sharding import vary_as, varying_axes
 
-# Up to so many columns a head, tiles that pass have as many rows as products are fastest with;
-# wider ones half as many, as sums fill the registers.
-_WIDEST_OF_LONG_TILES = 96
-# Rows of tiles that pass: keys in the first kernel, queries in the second.
-_KEYS, _QUERIES = 128, 64
+# Wider heads' sums leave few registers.
+_WIDEST_AT_EASE = 96
 
 
 def hopper_gradients(
@@ -93,7 +90,6 @@ def _run(
     from jax.experimental.pallas import mosaic_gpu as mosaic
 
     from pallas_kernels.kernels.hopper_backward import (
-        STAGES,
         hopper_backward_kv_kernel,
         hopper_backward_q_kernel,
     )
@@ -104,10 +100,16 @@ def _run(
     tokens, heads = options["tokens"], options["heads"]
     width, split = pl.cdiv(head_dim, COLUMN_UNIT) * COLUMN_UNIT, head_split(head_dim)
     by_queries = which == "q"
-    passing = 64 if head_dim > _WIDEST_OF_LONG_TILES or not by_queries else 128
-    own, tile = mosaic.SMEM((GROUPS, ROWS, width), dtype), mosaic.SMEM((STAGES, passing, width), dtype)
+    at_ease = head_dim <= _WIDEST_AT_EASE
+    ahead = by_queries or at_ease
+    # A ring holds a tile that is summed over, one that logits are made of, and one to come; the
+    # first two are one where nothing is ahead.
+    stages = 3 if ahead else 2
+    # Rows of a tile that passes: of keys as many as leave registers for products in flight.
+    passing = 128 if by_queries and at_ease else 64
+    own, tile = mosaic.SMEM((GROUPS, ROWS, width), dtype), mosaic.SMEM((stages, passing, width), dtype)
     own_numbers = mosaic.SMEM((GROUPS, ROWS), jnp.float32)
-    numbers = mosaic.SMEM((STAGES, passing), jnp.float32)
+    numbers = mosaic.SMEM((stages, passing), jnp.float32)
     gradient = jax.ShapeDtypeStruct((rows, heads * sum(split)), dtype)
     # The interpreter multiplies by nothing but shared memory.
     factors = mosaic.SMEM((GROUPS, ROWS, passing), dtype) if interpret else None
@@ -125,16 +127,16 @@ def _run(
     ping_pong = mosaic.Barrier(num_arrivals=1, num_barriers=GROUPS)
     barriers = (
         mosaic.Barrier(num_arrivals=own_copies, num_barriers=GROUPS),
-        mosaic.Barrier(num_arrivals=passing_copies, num_barriers=STAGES),
-        mosaic.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-        mosaic.Barrier(num_arrivals=1, num_barriers=STAGES),
+        mosaic.Barrier(num_arrivals=passing_copies, num_barriers=stages),
+        mosaic.Barrier(num_arrivals=GROUPS, num_barriers=stages),
+        mosaic.Barrier(num_arrivals=1, num_barriers=stages),
         ping_pong if uses_ping_pong(*split) else None,
     )
     # As of the forward kernel: under shard_map, JAX maps no warps over arrays that vary over axes
     # of a mesh, and the backend is not told that its results do.
     by_one_warp, vary = not varying_axes(*read), vary_as(*read)
     call = mosaic.kernel(
-        functools.partial(kernel, row=sum(split), by_one_warp=by_one_warp, **options),
+        functools.partial(kernel, row=sum(split), by_one_warp=by_one_warp, ahead=ahead, **options),
         out_type=results,
         scratch_types=(*tiles, *barriers, *factors),
         grid=(pl.cdiv(tokens, BLOCK) * heads,),

@@ -18,7 +18,12 @@ from compare.report.tables import stress_line, stress_table
 from compare.stress import checks, guards, kernels, launched
 from compare.stress import inputs as stress_inputs
 from compare.stress import server as stress_server
-from compare.stress.launched import BACKWARD, EVERYWHERE, WARP_SPECIALIZED
+from compare.stress.launched import (
+    BACKWARD,
+    EVERYWHERE,
+    WARP_SPECIALIZED,
+    WARP_SPECIALIZED_BACKWARD,
+)
 from compare.stress.server import Traffic
 from compare.stress.subjects import SUBJECTS, MemoryFault, Subject, Triton
 from compare.workloads.arrays import torch_arguments
@@ -39,6 +44,7 @@ ON_GPU = dataclasses.replace(
 )  # fmt: skip
 TRITON, PALLAS = SUBJECTS
 ON_HOPPER = (*EVERYWHERE, WARP_SPECIALIZED)
+BACKWARD_ON_HOPPER = BACKWARD + WARP_SPECIALIZED_BACKWARD
 CHECKS = {check.name: check for check in checks.CHECKS}
 
 
@@ -46,7 +52,7 @@ class Right(Subject):
     """PyTorch's reference as a kernel, or as all of them."""
 
     name = "reference"
-    launched = frozenset(launched.kernels_here() + BACKWARD)
+    launched = frozenset(launched.kernels_here(gradients=True))
 
     def put(self, inputs):
         return torch_arguments(inputs)
@@ -198,6 +204,11 @@ def test_the_warp_specialized_kernel_alone_may_round_otherwise(name, kernel):
     assert None in found
 
 
+def on_hopper_gpu(gradients=False):
+    """The kernels of one."""
+    return ON_HOPPER + (BACKWARD_ON_HOPPER if gradients else ())
+
+
 @pytest.fixture
 def on_hopper(monkeypatch):
     """Launches of a Hopper GPU, which do nothing."""
@@ -208,7 +219,8 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(plan, "binary_of", lambda *_: None)
     for module in (plan, backward):
         monkeypatch.setattr(module, "launch_kernel", lambda *_: None)
-    monkeypatch.setattr(checks, "kernels_here", lambda: ON_HOPPER)
+    monkeypatch.setattr(backward, "launch_source", lambda _: hopper())
+    monkeypatch.setattr(checks, "kernels_here", on_hopper_gpu)
     fast_path.plans.clear()
     yield
     fast_path.plans.clear()
@@ -233,7 +245,7 @@ def test_every_check_reaches_every_kernel(on_hopper, monkeypatch, name):
     if name == "invariance":  # whose calls are served by all others at once
         assert list(reached) == list(EVERYWHERE)
         return
-    assert list(reached) == [*ON_HOPPER, *(BACKWARD if gradients else ())]
+    assert list(reached) == [*on_hopper_gpu(gradients)]
     # All is rotated beforehand, and each case is of one kernel.
     assert reached.pop("rotate") == sum(reached.values()) or gradients
 
@@ -258,6 +270,8 @@ def test_which_kernels_a_gpu_has(monkeypatch, capability, kernels):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert launched.kernels_here() == kernels
+    with_gradients = kernels + (BACKWARD if kernels == EVERYWHERE else BACKWARD_ON_HOPPER)
+    assert launched.kernels_here(gradients=True) == with_gradients
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
@@ -265,7 +279,7 @@ def test_a_run_on_a_hopper_gpu_that_misses_a_kernel_fails(monkeypatch, tmp_path,
     sizes = dataclasses.replace(SIZES, hostile=2, fuse=("none",))  # too small for its own kernel
     monkeypatch.setattr(stress_inputs, "ON_CPU", sizes)
     monkeypatch.setattr(stress_inputs, "ON_GPU", sizes)
-    monkeypatch.setattr(checks, "kernels_here", lambda: ON_HOPPER)
+    monkeypatch.setattr(checks, "kernels_here", on_hopper_gpu)
     check_stress, only = checks.check_stress, {"checks": [CHECKS["hostile"]], "towers": []}
 
     def run(seconds, processes):  # in this one, where so much is another's
