@@ -60,7 +60,9 @@ def hopper_gradients(
         padding = (0, rows - tokens), (0, 0), (0, 0), (0, width - head_dim)
         v, out, grad = (jnp.pad(x, padding) for x in (v[:, v_part : v_part + 1], out, grad))
         parts = *parts[:2], 0
-    lse = jnp.pad(lse, ((0, 0), (0, -tokens % BLOCK))).reshape(-1)
+    if tokens % BLOCK > 0:
+        lse = jnp.pad(lse, ((0, 0), (0, -tokens % BLOCK)))
+    lse = lse.reshape(-1)
     q, k, v, out, grad = (x.reshape(rows, -1) for x in (q, k, v, out, grad))
     options = {"parts": parts, "scale_log2": scale * LOG2_E, "max_seqlen": min(max_seqlen, tokens)}
     options |= {"tokens": tokens, "heads": heads}
@@ -107,7 +109,8 @@ def _run(
     stages = 3 if ahead else 2
     # Rows of a tile that passes: of keys as many as leave registers for products in flight.
     passing = 128 if by_queries and at_ease else 64
-    own, tile = mosaic.SMEM((GROUPS, ROWS, width), dtype), mosaic.SMEM((stages, passing, width), dtype)
+    own = mosaic.SMEM((GROUPS, ROWS, width), dtype)
+    tile = mosaic.SMEM((stages, passing, width), dtype)
     own_numbers = mosaic.SMEM((GROUPS, ROWS), jnp.float32)
     numbers = mosaic.SMEM((stages, passing), jnp.float32)
     gradient = jax.ShapeDtypeStruct((rows, heads * sum(split)), dtype)

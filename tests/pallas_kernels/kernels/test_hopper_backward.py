@@ -81,19 +81,20 @@ def test_nor_do_other_gpus_and_one_line_turns_them_off(on, monkeypatch):
     assert not takes()
 
 
-class Forced(JaxGradients):
+@pytest.fixture(scope="module")
+def forced():
     """Every gradient that they are made for takes them, however small the call."""
+    if not ON_CPU and jax.local_devices()[0].compute_capability != "9.0":
+        pytest.skip("needs a GPU of compute capability 9.0, or none")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        force(monkeypatch)
+        yield
+    forget()
 
+
+@pytest.mark.usefixtures("forced")
+class Forced(JaxGradients):
     implementation = "kernel"
-
-    @pytest.fixture(autouse=True, scope="class")
-    def forced(self):
-        if not ON_CPU and jax.local_devices()[0].compute_capability != "9.0":
-            pytest.skip("needs a GPU of compute capability 9.0, or none")
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            force(monkeypatch)
-            yield
-        forget()
 
 
 def force(monkeypatch):
@@ -175,14 +176,17 @@ class TestInTheInterpreter(Forced):
 
 def lowered(tokens, heads, head_dim, packed=True):
     """A call's gradients, as text and as a jaxpr."""
-    x = jax.ShapeDtypeStruct((tokens, 1, heads, head_dim), jnp.bfloat16)
-    qkv = (jax.ShapeDtypeStruct((tokens, 3, heads, head_dim), jnp.bfloat16),) if packed else (x,) * 3
+    x, qkv = (
+        jax.ShapeDtypeStruct((tokens, parts, heads, head_dim), jnp.bfloat16) for parts in (1, 3)
+    )
     angles = jax.ShapeDtypeStruct((tokens, head_dim // 2), jnp.float32)
     lse = jax.ShapeDtypeStruct((heads, tokens), jnp.float32)
     cu_seqlens = jax.ShapeDtypeStruct((5,), jnp.int32)
     call = functools.partial(hopper_gradients, max_seqlen=tokens, scale=0.1, interpret=False)
     with cuda_device():
-        traced = jax.jit(call).trace(x, qkv, angles, angles, cu_seqlens, x, lse)
+        traced = jax.jit(call).trace(
+            x, (qkv,) if packed else (x, x, x), angles, angles, cu_seqlens, x, lse
+        )
         return traced.lower(lowering_platforms=("cuda",)).as_text(), traced.jaxpr
 
 
