@@ -95,8 +95,9 @@ class Block(NamedTuple):
 
 
 def hopper_backward_q_kernel(
-    # rotated q and k [rows, parts * heads * row], v, the result and its gradient, each
-    # [rows, parts * heads * columns], with rows by eights; the log-sum-exp of each row, in powers of two, and BLOCK rows of each program
+    # rotated q and k [rows, parts * heads * row], v, the result and its gradient
+    # [rows, parts * heads * columns], with rows by eights; the log-sum-exp of each row, in powers
+    # of two, and BLOCK rows of each program
     q_ref: Ref, k_ref: Ref, v_ref: Ref, out_ref: Ref, out_grad_ref: Ref, lse_ref: Ref,
     cu_seqlens_ref: Ref,
     # those to be written: rows' sums D of the result times its gradient, as the log-sum-exps; the
@@ -147,6 +148,7 @@ def hopper_backward_q_kernel(
         delta = out_tile[...].astype(jnp.float32) * out_grad_tile[...].astype(jnp.float32)
         delta = jnp.sum(delta, axis=1)
         delta_tile[...] = delta
+        mosaic.commit_smem()  # before anything is written where other threads may still read
         lse = mosaic.load(lse_tiles.at[group], layout=ROW, optimized=False)
 
         def logits_and_gradients(stage: Scalar, s_ref: Ref, p_grad_ref: Ref) -> None:
