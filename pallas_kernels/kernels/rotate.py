@@ -1,6 +1,7 @@
 """Rotation as a pass of its own, for the strategies that want Q or K rotated beforehand.
 
-A norm of the heads, if there is one, goes before it.
+A norm of the heads, if there is one, goes before it. And back, of gradients that no kernel in
+Triton's dialect computed.
 
 Bound by memory alone: one read and one write of x, the angles read once for all heads of a token.
 """
@@ -17,10 +18,15 @@ from pallas_kernels.kernels.tiles import (
     Rows,
     Scalar,
     load_angles,
+    load_columns,
     load_inverse_rms,
     load_pairs,
+    load_rotary,
     normalized,
     rotary_tile,
+    rotate_back,
+    store_columns,
+    store_pairs,
     store_rotated,
 )
 
@@ -38,6 +44,8 @@ def rotate_kernel(
     block: int, group: int,
     # what is added to mean squares
     norm_eps: float,
+    # whether a head's tiles stand side by side, [rows, parts * heads, main + tail]
+    joined: bool = False,
 ) -> None:  # fmt: skip
     """Rotate into the paired order, and the places, that load_rotary reads from.
 
@@ -45,12 +53,15 @@ def rotate_kernel(
     """
     tokens, _, heads, head_dim = x_ref.shape
     rotary_dim = 2 * cos_ref.shape[1]
-    parts, groups = out_ref.shape[1], pl.cdiv(heads, group)
+    parts, groups = out_ref.shape[1] // (heads if joined else 1), pl.cdiv(heads, group)
     first = (pl.program_id(0) // groups // parts) * block
     part = pl.program_id(0) // groups % parts
     first_head = (pl.program_id(0) % groups) * group
     rows = Rows(first, block, jnp.arange(block, dtype=jnp.int32) < tokens - first)
     norm = Norm(norm_refs, part, norm_eps) if norm_refs else None
+
+    def rotated(ref: Ref, part: Scalar, head: Scalar) -> Rotated:
+        return joined_head(ref, part * heads + head) if joined else Rotated(ref, part, head, heads)
 
     def rotate_columns(first_column: int, width: int) -> None:
         cos, sin = load_angles(cos_ref, sin_ref, rows, first_column, width, rotary_dim)
@@ -61,11 +72,58 @@ def rotate_kernel(
             inverse = load_inverse_rms(x, rows, norm, main, tail, head_dim, rotary_dim)
             pairs = normalized(pairs, inverse, norm, first_column, width, head_dim, rotary_dim)
             y = rotary_tile(pairs, cos, sin, True, out_ref.dtype)
-            out = Rotated(out_ref, part, first_head + i, heads)
-            store_rotated(out, rows, y, first_column, width)
+            store_rotated(rotated(out_ref, part, first_head + i), rows, y, first_column, width)
 
         jax.lax.fori_loop(0, jnp.minimum(group, heads - first_head), rotate_head, None)
 
     rotate_columns(0, main)
     if tail > 0:
         rotate_columns(main, tail)
+
+
+def rotate_back_kernel(
+    # gradients in rotated q and k, joined [rows, heads, row]; in v [rows, 1, heads, columns], which
+    # is copied, or None
+    q_ref: Ref, k_ref: Ref, v_ref: Ref | None, cos_ref: Ref, sin_ref: Ref,
+    # [tokens, 1, heads, head_dim] in q and in k, or [tokens, 3, heads, head_dim] in all
+    *out_refs: Ref,
+    main: int, tail: int, block: int, group: int,
+) -> None:  # fmt: skip
+    """Gradients in q and k, of those in what rotate_kernel joined.
+
+    One program for each (token block, group of heads).
+    """
+    tokens, _, heads, head_dim = out_refs[0].shape
+    rotary_dim, dtype = 2 * cos_ref.shape[1], out_refs[0].dtype
+    groups = pl.cdiv(heads, group)
+    first = (pl.program_id(0) // groups) * block
+    first_head = (pl.program_id(0) % groups) * group
+    rows = Rows(first, block, jnp.arange(block, dtype=jnp.int32) < tokens - first)
+    packed = v_ref is not None
+    places = [(out_refs[0], part) for part in range(3)] if packed else [(x, 0) for x in out_refs]
+
+    def rotate_columns(first_column: int, width: int) -> None:
+        cos, sin = load_angles(cos_ref, sin_ref, rows, first_column, width, rotary_dim)
+
+        def rotate_head(i: Scalar, _: None) -> None:
+            head = first_head + i
+            for ref, (out_ref, part) in zip((q_ref, k_ref), places, strict=False):
+                y = load_rotary(joined_head(ref, head), rows, first_column, width, 0, False)
+                pairs = rotate_back(y, cos, sin, dtype)
+                out = Head(out_ref, part, head)
+                store_pairs(out, rows, pairs, first_column, width, head_dim, rotary_dim)
+            if packed:
+                x = load_columns(Head(v_ref, 0, head), rows, first_column, width, head_dim)
+                out = Head(out_refs[0], 2, head)
+                store_columns(out, rows, x, first_column, width, head_dim)
+
+        jax.lax.fori_loop(0, jnp.minimum(group, heads - first_head), rotate_head, None)
+
+    rotate_columns(0, main)
+    if tail > 0:
+        rotate_columns(main, tail)
+
+
+def joined_head(ref: Ref, row: Scalar) -> Rotated:
+    """A head of a [tokens, parts * heads, main + tail] ref: as if it were a part's only one."""
+    return Rotated(ref, row, 0, 1)

@@ -14,7 +14,13 @@ from pallas_kernels.kernels.stream_backward import (
     stream_backward_q_kernel,
 )
 from pallas_kernels.kernels.window_backward import window_backward_kernel
-from pallas_kernels.launching.choose import find_launch, head_split, window_limit
+from pallas_kernels.launching.choose import (
+    find_launch,
+    has_specialized_gradients,
+    head_split,
+    window_limit,
+)
+from pallas_kernels.launching.hopper_backward import hopper_gradients
 from pallas_kernels.launching.launch import run_all
 from pallas_kernels.launching.plan import LOG2_E, operands, rotate_by_kernel
 
@@ -44,6 +50,10 @@ def attention_gradients(
     row, or nothing if `needs_lse` says so.
     """
     gradients = _stream_gradients if kept else _window_gradients
+    tokens, _, heads, head_dim = qkv[-1].shape
+    shape = grad.dtype, head_dim, max_seqlen, tokens, heads
+    if kept and not interpret and has_specialized_gradients(*shape):
+        gradients = hopper_gradients
     grad, *kept = (x[:, None] if x.ndim == 3 else x for x in (grad, *kept))
     bounds = {"max_seqlen": max_seqlen, "scale": scale}
     return gradients(grad, qkv, cos, sin, cu_seqlens, *kept, **bounds, interpret=interpret)

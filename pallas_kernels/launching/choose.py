@@ -1,7 +1,7 @@
 """Which kernel, with which block sizes, warps and stages, for each case.
 
 Nothing is tuned at call time: `launches.json` says what was fastest, `python -m compare tune`
-makes it anew. The warp-specialized kernel, whose tiles are fixed, is in no table.
+makes it anew. The warp-specialized kernels, whose tiles are fixed, are in no table.
 """
 
 import contextlib
@@ -37,6 +37,13 @@ _SHORTEST_COPIED = 3072
 # the stream kernel is at its best. A GPU of compute capability 9.0 mostly has 132 multiprocessors.
 _FULL_WITH_TAIL, _FULL_OTHERWISE = 0.75, 0.7
 _MULTIPROCESSORS = 132
+
+# Of which dtypes gradients are computed by warp-specialized kernels, too: () for none. fp16 would
+# want the largest gradient of each tile, see stream_backward.py.
+_BACKWARD_DTYPES = (jnp.bfloat16,)
+_WIDEST_BACKWARD = 128  # two gradients' sums fill the registers
+# How far their programs have to fill their waves.
+_FULL_BACKWARD = 0.6
 
 # What batch-invariant calls look long segments, and rows, up by, whatever they have.
 INVARIANT_LENGTH, INVARIANT_ROWS = 4096, 4096 * 16
@@ -135,12 +142,28 @@ def is_warp_specialized(
     shortest = _SHORTEST if rows_of(tokens) == tokens else _SHORTEST_COPIED
     if max_seqlen < shortest or is_online(dtype, head_dim, max_seqlen):
         return False
-    programs = pl.cdiv(tokens, BLOCK) * heads
-    waves = pl.cdiv(programs, _MULTIPROCESSORS)
     tail_in_sectors = head_split(head_dim)[1] > 0 and head_dim % 16 == 0
     fullness = _FULL_WITH_TAIL if tail_in_sectors else _FULL_OTHERWISE
-    full = programs >= fullness * waves * _MULTIPROCESSORS
+    full = _fills_waves(fullness, tokens, heads)
     return head_dim > _WIDEST_FOR_STREAM and full and tiles_fit(tokens, heads, head_dim)
+
+
+def has_specialized_gradients(
+    dtype: DTypeLike, head_dim: int, max_seqlen: int, tokens: int, heads: int
+) -> bool:
+    """The same of the kernels for gradients. Tokens that are not by eights are copied there, too,
+    which counts for less.
+    """
+    if not can_warp_specialize() or dtype not in _BACKWARD_DTYPES:
+        return False
+    fits = _WIDEST_FOR_STREAM < head_dim <= _WIDEST_BACKWARD and tokens >= BLOCK
+    return fits and max_seqlen >= _SHORTEST and _fills_waves(_FULL_BACKWARD, tokens, heads)
+
+
+def _fills_waves(share: float, tokens: int, heads: int) -> bool:
+    """Whether programs, of which a multiprocessor holds one, fill such a share of their waves."""
+    programs = pl.cdiv(tokens, BLOCK) * heads
+    return programs >= share * pl.cdiv(programs, _MULTIPROCESSORS) * _MULTIPROCESSORS
 
 
 def has_kernel(

@@ -144,22 +144,24 @@ def _attend(
 def rotate_by_kernel(
     x: jax.Array, first_part: int, parts: int,
     cos: jax.Array, sin: jax.Array, rows: int, norms: tuple[jax.Array | None, ...], norm_eps: float,
-    interpret: bool, looked_up: int | None = None,
+    interpret: bool, looked_up: int | None = None, joined: bool = False,
 ) -> jax.Array:  # fmt: skip
     """So many parts of x rotated, [rows, parts, row] as the attention kernels read them.
 
     norms: of each part, all or none. looked_up: tokens x heads that the launch is looked up by;
-    None: those of x.
+    None: those of x. joined: [rows, parts * heads, columns], a head's tiles side by side.
     """
     tokens, _, heads, head_dim = x.shape
     launch = find_launch("rotate", x.dtype, head_dim, 1, looked_up or tokens * heads)
     main, tail = head_split(head_dim)
     blocks = {"block": launch.block, "group": launch.block_k}
-    blocks |= {"norm_eps": norm_eps}
+    blocks |= {"norm_eps": norm_eps, "joined": joined}
     kernel = functools.partial(rotate_kernel, first_part=first_part, main=main, tail=tail, **blocks)
     weights = tuple(weight for weight in norms if weight is not None)
     programs = pl.cdiv(tokens, launch.block) * parts * pl.cdiv(heads, launch.block_k)
     shape = (rows, parts, rotated_row(heads, head_dim))
+    if joined:
+        shape = (rows, parts * heads, main + tail)
     return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin, weights))
 
 
