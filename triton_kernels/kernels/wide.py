@@ -23,9 +23,6 @@ from triton_kernels.kernels.tiles import (
 )
 from triton_kernels.kernels.window import NUMBERS, POINTERS
 
-# Partial logits that are loaded at once.
-SUMMED: tl.constexpr = tl.constexpr(8)
-
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def wide_kernel(
@@ -194,13 +191,10 @@ def added_partials(partial_ptr, first_row, SPLITS: tl.constexpr, ROWS: tl.conste
     row = first_row + tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     logits = tl.zeros([ROWS, BLOCK], tl.float32)
+    SUMMED: tl.constexpr = 8 if SPLITS % 8 == 0 else 1  # that are loaded at once
     for i in range(0, SPLITS, SUMMED):
         split = i + tl.arange(0, SUMMED)[:, None, None]
-        found = tl.load(
-            partial_ptr + split * (BLOCK * BLOCK) + place[None, :, :],
-            mask=split < SPLITS,
-            other=0.0,
-        )
+        found = tl.load(partial_ptr + split * (BLOCK * BLOCK) + place[None, :, :])
         logits += tl.sum(found, 0)
     return logits
 
