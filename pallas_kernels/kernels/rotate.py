@@ -29,7 +29,8 @@ from pallas_kernels.kernels.tiles import (
 
 def rotate_kernel(
     # x is [tokens, parts, heads, head_dim], out [rows, parts that are rotated, row], of heads in
-    # chunks [rows, parts, heads, columns of whole chunks]; rows past the tokens are left; of each of these parts the weights of its norm, [head_dim], if there is one
+    # chunks [rows, parts, heads, columns of whole chunks]; rows past the tokens are left; of each
+    # of these parts the weights of its norm, [head_dim], if there is one
     x_ref: Ref, cos_ref: Ref, sin_ref: Ref, norm_refs: tuple[Ref, ...], out_ref: Ref,
     *,
     # the first part of x that is rotated; as many are as out has

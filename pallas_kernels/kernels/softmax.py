@@ -134,7 +134,6 @@ def visit_keys(
     if cut is not None:
         precision, end = cut.precision, pl.cdiv(head_dim, main) * main
     if tail == 0:
-        # [block_k, main]
         v = load_columns(v_head, rows, first_column, main, head_dim, v_shift, end)
     logits = key_logits(
         k_head, cos_ref, sin_ref, rows, q, q_tail, cut, tail_logits,

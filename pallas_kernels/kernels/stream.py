@@ -113,8 +113,9 @@ def stream_kernel(
             q_tail = embedded_tile(q_tail, cos, sin, embed_q, dtype)  # [block, tail]
         if embed_q is not None and block >= 64:
             # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared
-            # memory but what was computed from registers, and then wait for each other. So the rotated
-            # tile is written to the result, whose rows are this program's own, and loaded again.
+            # memory but what was computed from registers, and then wait for each other. So the
+            # rotated tile is written to the result, whose rows are this program's own, and loaded
+            # again.
             store_columns(out_head, rows, q, 0, main, head_dim)
             if tail > 0:
                 store_columns(out_head, rows, q_tail, main, tail, head_dim)
