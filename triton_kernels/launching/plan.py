@@ -379,7 +379,7 @@ def _attention(
         name = "rotating_stream" if fuse == "qk" else "stream"
         launch = find_launch(name, *shape, source, aligned)
         programs = triton.cdiv(tokens, launch.block) * heads
-        chunked = (None, None)
+        chunked = None, "ieee"
         if launch.columns is not None:
             split, chunked = (launch.out_columns, 0), (launch.columns, precision(x.dtype))
             programs *= triton.cdiv(head_dim, launch.out_columns)
