@@ -1,5 +1,7 @@
 """triton_kernels as PyTorch operators: opcheck, torch.compile, fake tensors, CUDA graphs."""
 
+import functools
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -86,6 +88,46 @@ def test_operators_of_groups_and_norms(implementation):
     arguments = torch.ones_like(tensors[0]), [*tensors, *norms], cu_seqlens, [], 16, 0.25
     arguments = *arguments, implementation, needed, "qk", 1e-3
     torch.library.opcheck(operators.backward.default, arguments)
+
+
+def sinusoidal(embed, head_dim=16, requires_grad=False):
+    """Tensors as the operator takes them, by tables or positions."""
+    case = make_case((5, 9), head_dim=head_dim, dtype="float32", embed=embed, trailing=2, heads=1)
+    *tensors, cu_seqlens = map(to_torch, case.packed)
+    tensors = [x.requires_grad_(requires_grad) for x in tensors]
+    if embed == "positions":
+        tensors[1:] = [to_torch(case.positions)] * 2
+    return [*tensors, cu_seqlens]
+
+
+@pytest.mark.parametrize("embed", ["sinusoidal", "positions"])
+def test_operators_of_sinusoidal_embeddings(embed):
+    operators = torch.ops.fused_rope_attention
+    tensors = sinusoidal(embed, requires_grad=True)
+    options = 16, 0.25, "auto", "kernel", False
+    torch.library.opcheck(operators.qkvpacked.default, (*tensors, *options), {"embed": embed})
+
+
+@pytest.mark.parametrize(("embed", "head_dim"), [("sinusoidal", 16), ("positions", 264)])
+def test_a_compiled_call_of_sinusoidal_embeddings_and_its_gradients(embed, head_dim):
+    *tensors, cu_seqlens = sinusoidal(embed, head_dim, requires_grad=True)
+
+    def loss(qkv, cos, sin, implementation="kernel"):
+        further = {"positions": cos} if embed == "positions" else {}
+        tables = (None, None) if further else (cos, sin)
+        options = {"max_seqlen": 16, "implementation": implementation} | further
+        out = triton_kernels.fused_sinusoidal_attention_qkvpacked(
+            qkv, *tables, cu_seqlens, **options
+        )
+        return out.square().sum()
+
+    expected = loss(*tensors, "reference")
+    wanted = [x for x in tensors if x.requires_grad]
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    close(compiled, expected)
+    found, right = (torch.autograd.grad(x, wanted) for x in (compiled, expected))
+    close(found, right)
 
 
 def attend(packed, *arguments, **options):
