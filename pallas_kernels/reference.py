@@ -148,6 +148,7 @@ def rope_attention_gradients(
         q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, norms: Norms
     ) -> tuple[jax.Array, ...]:
         pairs = zip((q, k), norms, strict=True)
+        cos, sin = tables_of(cos, sin, q.shape[-1], embed)
         return tuple(
             embed_reference(x.astype(jnp.float32), cos, sin, embed, weight, norm_eps)
             for x, weight in pairs
