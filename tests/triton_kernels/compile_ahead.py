@@ -162,7 +162,8 @@ USUAL = [*both_kernels(80), *usual_variants(90), *both_kernels(100)]
 def table_key(record: dict) -> str:
     """A record's name in the table."""
     kept = " with log-sum-exps" if record["keeps_lse"] else ""
-    return f"{record['kernel']}{kept}: {record['variant']}"
+    first = " of partial logits" if record["is_first"] else ""
+    return f"{record['kernel']}{kept}{first}: {record['variant']}"
 
 
 def table_entry(record: dict) -> dict[str, int]:
@@ -253,6 +254,11 @@ def keeps_lse(kernel: JITFunction, arguments: tuple) -> bool:
     return "backward" not in kernel.__name__ and named.get("lse_ptr") is not None
 
 
+def is_first(kernel: JITFunction, arguments: tuple) -> bool:
+    """Whether a launch writes logits by some columns of wide heads, which another one adds up."""
+    return dict(zip(kernel.arg_names, arguments, strict=True)).get("IS_FIRST", False)
+
+
 def tile_type(x) -> str:
     """How a signature names a descriptor of Triton or of Gluon, which knows shared memory."""
     block = ", ".join(map(str, x.block_shape))
@@ -300,6 +306,7 @@ def compile_variant(variant: Variant) -> list[dict]:
                 "arch": variant.arch,
                 "kernel": kernel.__name__,
                 "keeps_lse": keeps_lse(kernel, arguments),
+                "is_first": is_first(kernel, arguments),
                 "shared": compiled.metadata.shared,
                 "registers": registers,
                 "maxnreg": options.get("maxnreg"),

@@ -30,9 +30,10 @@ SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # of them may wait in memory while a loop runs that does without them.
 SPILL_LIMIT = 256
 WAITING_LIMIT = 128
-# Exempt from these: what nobody promises to be fast, and heads too wide for the registers.
+# Exempt from these: what nobody promises to be fast, and heads too wide for the registers. Sines and
+# cosines keep 40 bytes for arguments that positions never give them.
 SLOW = re.compile(
-    r".*(float32|unaligned).*|stream_kernel( with log-sum-exps)?: .*, (168|256), .*"
+    r".*(float32|unaligned|positions).*|stream_kernel( with log-sum-exps)?: .*, (168|256), .*"
     r"|window_kernel: .*, 256, .*|window_backward_kernel: .*, (192|256), .*"
 )
 # Whole images of heads with a tail. They come with launches that `compare tune` chose on an H200
@@ -114,6 +115,7 @@ def compiled():
 def test_every_architecture_and_kernel_is_compiled(compiled):
     kernels = {"window_kernel", "window_backward_kernel", "stream_kernel", "rotate_kernel"}
     kernels |= {"stream_backward_q_kernel", "stream_backward_kv_kernel"}
+    assert (90, "wide_kernel") in {(r["arch"], r["kernel"]) for r in compiled}
     assert {(r["arch"], r["kernel"]) for r in compiled} >= {
         (arch, kernel) for arch in SHARED_LIMIT for kernel in kernels
     }
@@ -183,7 +185,7 @@ def test_every_kernel_that_multiplies_has_loops_to_look_at(compiled):
 
 def test_queries_are_multiplied_from_shared_memory(compiled):
     """Also those that the kernel has rotated: each pair of products is one of Q K^T, one of P V."""
-    other = ("float32", "unaligned")
+    other = ("float32", "unaligned", "512")  # wide heads are multiplied chunk by chunk
     streams = [
         r for r in compiled
         if (r["arch"], r["kernel"]) == (90, "stream_kernel")
