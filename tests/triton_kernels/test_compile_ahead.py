@@ -30,10 +30,9 @@ SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # of them may wait in memory while a loop runs that does without them.
 SPILL_LIMIT = 256
 WAITING_LIMIT = 128
-# Exempt from these: what nobody promises to be fast, and heads too wide for the registers. Sines
-# and cosines keep 40 bytes for arguments that positions never give them.
+# Exempt from these: what nobody promises to be fast, and heads too wide for the registers.
 SLOW = re.compile(
-    r".*(float32|unaligned|positions).*|stream_kernel( with log-sum-exps)?: .*, (168|256), .*"
+    r".*(float32|unaligned).*|stream_kernel( with log-sum-exps)?: .*, (168|256), .*"
     r"|window_kernel: .*, 256, .*|window_backward_kernel: .*, (192|256), .*"
 )
 # Whole images of heads with a tail. They come with launches that `compare tune` chose on an H200
