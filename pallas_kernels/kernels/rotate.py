@@ -11,19 +11,20 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kernels.tiles import (
+    ROPE,
     Head,
     Norm,
     Ref,
     Rotated,
     Rows,
     Scalar,
+    embedded_tile,
     load_angles,
     load_columns,
     load_inverse_rms,
-    load_pairs,
     load_rotary,
     normalized,
-    rotary_tile,
+    rotary_dim_of,
     rotate_back,
     store_columns,
     store_pairs,
@@ -32,14 +33,17 @@ from pallas_kernels.kernels.tiles import (
 
 
 def rotate_kernel(
-    # x is [tokens, parts, heads, head_dim], out [rows, parts that are rotated, row]; rows past the
-    # tokens are left; of each of these parts the weights of its norm, [head_dim], if there is one
+    # x is [tokens, parts, heads, head_dim], out [rows, parts that are rotated, row], of heads in
+    # chunks [rows, parts, heads, columns of whole chunks]; rows past the tokens are left; of each
+    # of these parts the weights of its norm, [head_dim], if there is one
     x_ref: Ref, cos_ref: Ref, sin_ref: Ref, norm_refs: tuple[Ref, ...], out_ref: Ref,
     *,
     # the first part of x that is rotated; as many are as out has
     first_part: int,
-    # how a head is cut
-    main: int, tail: int,
+    # how a head is cut; columns of a chunk, of heads that no tile holds, None: the head's tiles
+    main: int, tail: int, columns: int | None,
+    # what is done to a tile, see tiles.py
+    embed: str,
     # rows of a tile, heads of a program
     block: int, group: int,
     # what is added to mean squares
@@ -49,29 +53,47 @@ def rotate_kernel(
 ) -> None:  # fmt: skip
     """Rotate into the paired order, and the places, that load_rotary reads from.
 
-    One program for each (token block, part, group of heads).
+    One program for each (token block, part, group of heads), of heads in chunks for each of these.
     """
     tokens, _, heads, head_dim = x_ref.shape
-    rotary_dim = 2 * cos_ref.shape[1]
+    rotary_dim = rotary_dim_of(cos_ref, head_dim)
     parts, groups = out_ref.shape[1] // (heads if joined else 1), pl.cdiv(heads, group)
-    first = (pl.program_id(0) // groups // parts) * block
-    part = pl.program_id(0) // groups % parts
-    first_head = (pl.program_id(0) % groups) * group
+    program = pl.program_id(0)
+    if columns is not None:
+        row = out_ref.shape[-1]
+        chunk, program = program % (row // columns), program // (row // columns)
+    first = (program // groups // parts) * block
+    part = program // groups % parts
+    first_head = (program % groups) * group
     rows = Rows(first, block, jnp.arange(block, dtype=jnp.int32) < tokens - first)
     norm = Norm(norm_refs, part, norm_eps) if norm_refs else None
+
+    def rotate_chunk(i: Scalar, angles: tuple[jax.Array, jax.Array]) -> tuple:
+        x = Head(x_ref, first_part + part, first_head + i)
+        tile = load_rotary(x, rows, chunk * columns, columns, rotary_dim, embed, row)
+        y = embedded_tile(tile, *angles, embed, out_ref.dtype)
+        out = Head(out_ref, part, first_head + i)
+        store_columns(out, rows, y, chunk * columns, columns, row, end=row)
+        return angles
+
+    if columns is not None:
+        where = chunk * columns, columns, rotary_dim
+        angles = load_angles(cos_ref, sin_ref, rows, *where, embed, row)
+        jax.lax.fori_loop(0, jnp.minimum(group, heads - first_head), rotate_chunk, angles)
+        return
 
     def rotated(ref: Ref, part: Scalar, head: Scalar) -> Rotated:
         return joined_head(ref, part * heads + head) if joined else Rotated(ref, part, head, heads)
 
     def rotate_columns(first_column: int, width: int) -> None:
-        cos, sin = load_angles(cos_ref, sin_ref, rows, first_column, width, rotary_dim)
+        cos, sin = load_angles(cos_ref, sin_ref, rows, first_column, width, rotary_dim, embed)
 
         def rotate_head(i: Scalar, _: None) -> None:
             x = Head(x_ref, first_part + part, first_head + i)
-            pairs = load_pairs(x, rows, first_column, width, head_dim, rotary_dim)
+            tile = load_rotary(x, rows, first_column, width, rotary_dim, embed)
             inverse = load_inverse_rms(x, rows, norm, main, tail, head_dim, rotary_dim)
-            pairs = normalized(pairs, inverse, norm, first_column, width, head_dim, rotary_dim)
-            y = rotary_tile(pairs, cos, sin, True, out_ref.dtype)
+            tile = normalized(tile, inverse, norm, first_column, width, head_dim, rotary_dim)
+            y = embedded_tile(tile, cos, sin, embed, out_ref.dtype)
             store_rotated(rotated(out_ref, part, first_head + i), rows, y, first_column, width)
 
         jax.lax.fori_loop(0, jnp.minimum(group, heads - first_head), rotate_head, None)
@@ -103,12 +125,12 @@ def rotate_back_kernel(
     places = [(out_refs[0], part) for part in range(3)] if packed else [(x, 0) for x in out_refs]
 
     def rotate_columns(first_column: int, width: int) -> None:
-        cos, sin = load_angles(cos_ref, sin_ref, rows, first_column, width, rotary_dim)
+        cos, sin = load_angles(cos_ref, sin_ref, rows, first_column, width, rotary_dim, ROPE)
 
         def rotate_head(i: Scalar, _: None) -> None:
             head = first_head + i
             for ref, (out_ref, part) in zip((q_ref, k_ref), places, strict=False):
-                y = load_rotary(joined_head(ref, head), rows, first_column, width, 0, False)
+                y = load_rotary(joined_head(ref, head), rows, first_column, width, 0, None)
                 pairs = rotate_back(y, cos, sin, dtype)
                 out = Head(out_ref, part, head)
                 store_pairs(out, rows, pairs, first_column, width, head_dim, rotary_dim)

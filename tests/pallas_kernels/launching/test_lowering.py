@@ -100,6 +100,37 @@ def test_every_head_dim(head_dim):
     assert kernels(lower(head_dim, dtype=jnp.float16, max_seqlen=STREAM, fuse="q")) == 2
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "max_seqlen", "fuse", "count"),
+    [
+        (512, jnp.float32, 64, "qk", 2),  # of partial logits, and of the result
+        (520, jnp.bfloat16, WINDOW, "none", 3),
+        (16384, jnp.float32, STREAM, "qk", 1),
+        (264, jnp.float16, STREAM, "none", 2),
+    ],
+)
+def test_wide_heads(head_dim, dtype, max_seqlen, fuse, count):
+    options = {"heads": 1, "max_seqlen": max_seqlen, "fuse": fuse}
+    assert kernels(lower(head_dim, dtype=dtype, **options)) == count
+
+
+@pytest.mark.parametrize("max_seqlen", [WINDOW, STREAM])
+def test_positions(max_seqlen):
+    positions = jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
+    cu_seqlens = jax.ShapeDtypeStruct((SEGMENTS + 1,), jnp.int32)
+    qkv = jax.ShapeDtypeStruct((TOKENS, 3, HEADS, 72), jnp.bfloat16)
+
+    def call(qkv, cu_seqlens, positions):
+        return pallas_kernels.fused_sinusoidal_attention_qkvpacked(
+            qkv, None, None, cu_seqlens, positions=positions, max_seqlen=max_seqlen, fuse="qk",
+            implementation="kernel",
+        )  # fmt: skip
+
+    with cuda_device():
+        traced = jax.jit(call).trace(qkv, cu_seqlens, positions)
+        assert kernels(traced.lower(lowering_platforms=("cuda",)).as_text()) == 1
+
+
 def gradients(function):
     """A function's gradients in q, k and v, or in qkv."""
 
