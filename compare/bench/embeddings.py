@@ -1,0 +1,199 @@
+"""What is fusing an embedding worth: rotated and added positions, over narrow and very wide heads.
+
+Ours is timed in every way of fusing, of sinusoidal embeddings with angles from tables and from
+positions, beside what PyTorch and XLA make of the separate steps. `fuse="auto"` is timed by itself,
+and by the profiler as well, which times both twins.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from compare.agreement.expected import Expected
+from compare.bench import ceilings as ceilings_module
+from compare.bench.ceilings import Ceilings
+from compare.bench.kernel_timing import Effort, blank_record, measure
+from compare.common.console import number, print_missing, print_table, progress, say
+from compare.common.errors import one_line
+from compare.common.result_files import Record
+from compare.implementations import kernels
+from compare.implementations.kernels import FUSE, KernelImplementation
+from compare.implementations.warm_up import draw_inputs, warm_up
+from compare.workloads.kernels import Embedding, KernelInputs, KernelWorkload
+
+AUTO = "auto"
+TABLES, INSIDE = "tables", "inside"  # where angles come from
+# Of fp32 a product is three in bf16, which reach its error; tensor cores have nothing faster.
+_PRODUCTS = {"float32": 3}
+_EFFORT = Effort(samples=9, jax_sets=3, profiled_calls=20, thorough=False)
+_TOGETHER = 6  # workloads whose kernels are compiled at once, before any of them is timed
+
+Keep = Callable[[list[Record], Ceilings], object]
+
+
+@dataclass(frozen=True)
+class Way:
+    """An implementation, and how it embeds.
+
+    Attributes:
+        fuse: as the public functions have it; None of a peer, which embeds beforehand.
+        angles: where they come from, TABLES or INSIDE: computed from positions.
+    """
+
+    implementation: KernelImplementation
+    fuse: str | None = None
+    angles: str = TABLES
+
+    @property
+    def effort(self) -> Effort:
+        """How much time its timing is worth."""
+        return replace(_EFFORT, thorough=self.fuse == AUTO)
+
+
+def our_ways(embedding: Embedding) -> list[Way]:
+    """Both twins in every way, with every source of angles that the embedding has."""
+    sources = [TABLES] if embedding == "rope" else [TABLES, INSIDE]
+    return [
+        Way(twin(fuse, tables=angles == TABLES), fuse, angles)
+        for twin in (kernels.triton, kernels.pallas)
+        for angles in sources
+        for fuse in (*FUSE, AUTO)
+    ]
+
+
+def peers(embedding: Embedding) -> list[Way]:
+    """What others make of the separate steps; those that cannot run say so when prepared."""
+    from compare.implementations.peers_sdpa import sdpa_peers
+
+    found = sdpa_peers(embedding)
+    try:
+        from compare.implementations.peers_jax import jax_peers
+    except ImportError as error:
+        say(f"No JAX peers: {one_line(error)}")
+        return list(map(Way, found))
+    return list(map(Way, [*found, *jax_peers(embedding)]))
+
+
+def bench_embeddings(
+    workloads: Sequence[KernelWorkload],
+    keep: Keep = lambda *_: None,
+    ways: Callable[[Embedding], Sequence[Way]] = lambda embedding: [
+        *our_ways(embedding),
+        *peers(embedding),
+    ],
+) -> tuple[list[Record], Ceilings]:
+    """Time every way on every workload; print the tables.
+
+    Args:
+        workloads: of EMBEDDING_WORKLOADS, or like them.
+        keep: called after each workload with all records so far and the ceilings, so that a run
+            that is cut short loses nothing.
+        ways: of an embedding; default ours and the peers.
+
+    Returns:
+        A record for each way on each workload, and the ceilings.
+    """
+    ceilings = ceilings_module.measure()
+    records: list[Record] = []
+    for workload, inputs, compiled in _prepared(workloads, ways):
+        of_workload = [
+            _described(record, way, workload, ceilings)
+            for way, record in zip(compiled, _measure(compiled, workload, inputs), strict=True)
+        ]
+        _print(workload, of_workload)
+        records += of_workload
+        keep(records, ceilings)
+    return records, ceilings
+
+
+def _prepared(
+    workloads: Sequence[KernelWorkload], ways: Callable[[Embedding], Sequence[Way]]
+) -> Iterator[tuple[KernelWorkload, KernelInputs, list[Way]]]:
+    """Each workload with its inputs and ways, ours compiled: some workloads' at once."""
+    for first in range(0, len(workloads), _TOGETHER):
+        together = workloads[first : first + _TOGETHER]
+        inputs = draw_inputs(together)
+        of_each = [list(ways(workload.embedding)) for workload in together]
+        # Peers are left to compile by themselves, as in the kernels' part.
+        jobs = [
+            (way.implementation, workload)
+            for workload, found in zip(together, of_each, strict=True)
+            for way in found
+            if way.implementation.ours
+        ]
+        ready = iter(warm_up(jobs, "compiling"))
+        for workload, drawn, found in zip(together, inputs, of_each, strict=True):
+            yield (
+                workload,
+                drawn,
+                [
+                    replace(way, implementation=next(ready)) if way.implementation.ours else way
+                    for way in found
+                ],
+            )
+
+
+def _measure(
+    ways: Sequence[Way], workload: KernelWorkload, inputs: KernelInputs
+) -> Iterator[Record]:
+    """A record of each way; where a kernel has broken the GPU they hold the reason."""
+    try:
+        expected = Expected.of(workload, inputs)
+    except Exception as error:
+        yield from (blank_record(way.implementation, workload).failed(error) for way in ways)
+        return
+    of_peers = expected
+    if workload.dtype == "float32":
+        # Who multiplies fp32 in three pieces of fewer bits is a peer as good as any other.
+        of_peers = replace(expected, unfused_error=math.inf)
+    for way in progress(ways, workload.name):
+        ours = way.implementation.ours
+        yield measure(way.implementation, expected if ours else of_peers, way.effort)
+
+
+def _described(record: Record, way: Way, workload: KernelWorkload, ceilings: Ceilings) -> Record:
+    """The record beside its floor, with what tells its way and shape."""
+    moved = workload.bytes_moved
+    if way.angles == INSIDE:  # a position of 4 bytes in place of the tables' rows
+        moved -= workload.tokens * (4 * workload.rotated_dims - 4)
+    flops = _PRODUCTS.get(workload.dtype, 1) * workload.matrix_flops
+    details: dict[str, Any] = {
+        "embedding": workload.embedding,
+        "angles": way.angles,
+        "segments": len(workload.lengths),
+        "segment_length": workload.longest,
+        "bytes_us": ceilings.kernel_floor_us(moved, 0),
+    }
+    return replace(
+        record.beside_floor(ceilings.kernel_floor_us(moved, flops)),
+        fuse=way.fuse,
+        details=record.details | details,
+    )
+
+
+def told(record: Record) -> str:
+    """A record's implementation and way: "triton q", "pallas qk, angles inside"."""
+    inside = ", angles inside" if record.details.get("angles") == INSIDE else ""
+    return f"{record.implementation} {record.fuse or ''}".strip() + inside
+
+
+def _print(workload: KernelWorkload, records: Sequence[Record]) -> None:
+    timed = sorted((r for r in records if r.median_us is not None), key=lambda r: r.median_us or 0)
+    print_table(
+        f"{workload.name}: floor {number(records[0].floor_us)} us",
+        ("implementation", "us", "spread", "of floor", "profiler us", "rel. RMS", "largest error"),
+        [
+            [
+                told(record),
+                number(record.median_us),
+                number(record.spread_us, 2),
+                f"{record.share_of_floor:.0%}",
+                number(record.profiler_us),
+                number(record.relative_rms_error),
+                number(record.details.get("max_abs_error")),
+            ]
+            for record in timed
+        ],
+    )
+    print_missing(records, told)
