@@ -8,10 +8,8 @@ and by the profiler as well, which times both twins.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from compare.agreement.expected import Expected
-from compare.bench import ceilings as ceilings_module
 from compare.bench.ceilings import Ceilings
 from compare.bench.kernel_timing import Effort, blank_record, measure
 from compare.common.console import number, print_missing, print_table, progress, say
@@ -20,7 +18,7 @@ from compare.common.result_files import Record
 from compare.implementations import kernels
 from compare.implementations.kernels import FUSE, KernelImplementation
 from compare.implementations.warm_up import draw_inputs, warm_up
-from compare.workloads.kernels import Embedding, KernelInputs, KernelWorkload
+from compare.workloads.kernels import KernelInputs, KernelWorkload
 
 AUTO = "auto"
 TABLES, INSIDE = "tables", "inside"  # where angles come from
@@ -28,8 +26,6 @@ TABLES, INSIDE = "tables", "inside"  # where angles come from
 _PRODUCTS = {"float32": 3}
 _EFFORT = Effort(samples=9, jax_sets=3, profiled_calls=20, thorough=False)
 _TOGETHER = 6  # workloads whose kernels are compiled at once, before any of them is timed
-
-Keep = Callable[[list[Record], Ceilings], object]
 
 
 @dataclass(frozen=True)
@@ -51,70 +47,76 @@ class Way:
         return replace(_EFFORT, thorough=self.fuse == AUTO)
 
 
-def our_ways(embedding: Embedding) -> list[Way]:
-    """Both twins in every way, with every source of angles that the embedding has."""
-    sources = [TABLES] if embedding == "rope" else [TABLES, INSIDE]
+Ways = Callable[[KernelWorkload], Sequence[Way]]
+
+
+def our_ways(workload: KernelWorkload) -> list[Way]:
+    """Both twins in every way, with every source of angles that the embedding has.
+
+    Where a workload names its peers, angles are computed inside only where all is fused.
+    """
+    inside = () if workload.embedding == "rope" else FUSE if workload.peers is None else ("qk",)
+    ways = {TABLES: (*FUSE, AUTO), INSIDE: inside and (*inside, AUTO)}
     return [
         Way(twin(fuse, tables=angles == TABLES), fuse, angles)
         for twin in (kernels.triton, kernels.pallas)
-        for angles in sources
-        for fuse in (*FUSE, AUTO)
+        for angles, fuses in ways.items()
+        for fuse in fuses
     ]
 
 
-def peers(embedding: Embedding) -> list[Way]:
-    """What others make of the separate steps; those that cannot run say so when prepared."""
+def peers(workload: KernelWorkload) -> list[Way]:
+    """What others make of the separate steps: those that a workload names, or all.
+
+    Those that cannot run say so when they are prepared.
+    """
     from compare.implementations.peers_sdpa import sdpa_peers
 
-    found = sdpa_peers(embedding)
+    found = sdpa_peers(workload.embedding)
     try:
         from compare.implementations.peers_jax import jax_peers
     except ImportError as error:
         say(f"No JAX peers: {one_line(error)}")
-        return list(map(Way, found))
-    return list(map(Way, [*found, *jax_peers(embedding)]))
+    else:
+        found += jax_peers(workload.embedding)
+    named = workload.peers
+    return [Way(peer) for peer in found if named is None or peer.name in named]
+
+
+def _all_ways(workload: KernelWorkload) -> list[Way]:
+    return [*our_ways(workload), *peers(workload)]
 
 
 def bench_embeddings(
-    workloads: Sequence[KernelWorkload],
-    keep: Keep = lambda *_: None,
-    ways: Callable[[Embedding], Sequence[Way]] = lambda embedding: [
-        *our_ways(embedding),
-        *peers(embedding),
-    ],
-) -> tuple[list[Record], Ceilings]:
+    workloads: Sequence[KernelWorkload], ceilings: Ceilings, ways: Ways = _all_ways
+) -> Iterator[list[Record]]:
     """Time every way on every workload; print the tables.
 
     Args:
         workloads: of EMBEDDING_WORKLOADS, or like them.
-        keep: called after each workload with all records so far and the ceilings, so that a run
-            that is cut short loses nothing.
-        ways: of an embedding; default ours and the peers.
+        ceilings: of the same run.
+        ways: of a workload; default ours and the peers.
 
-    Returns:
-        A record for each way on each workload, and the ceilings.
+    Yields:
+        For each workload a record for each way.
     """
-    ceilings = ceilings_module.measure()
-    records: list[Record] = []
     for workload, inputs, compiled in _prepared(workloads, ways):
         of_workload = [
             _described(record, way, workload, ceilings)
             for way, record in zip(compiled, _measure(compiled, workload, inputs), strict=True)
         ]
         _print(workload, of_workload)
-        records += of_workload
-        keep(records, ceilings)
-    return records, ceilings
+        yield of_workload
 
 
 def _prepared(
-    workloads: Sequence[KernelWorkload], ways: Callable[[Embedding], Sequence[Way]]
+    workloads: Sequence[KernelWorkload], ways: Ways
 ) -> Iterator[tuple[KernelWorkload, KernelInputs, list[Way]]]:
     """Each workload with its inputs and ways, ours compiled: some workloads' at once."""
     for first in range(0, len(workloads), _TOGETHER):
         together = workloads[first : first + _TOGETHER]
         inputs = draw_inputs(together)
-        of_each = [list(ways(workload.embedding)) for workload in together]
+        of_each = [list(ways(workload)) for workload in together]
         # Peers are left to compile by themselves, as in the kernels' part.
         jobs = [
             (way.implementation, workload)
@@ -153,22 +155,15 @@ def _measure(
 
 
 def _described(record: Record, way: Way, workload: KernelWorkload, ceilings: Ceilings) -> Record:
-    """The record beside its floor, with what tells its way and shape."""
+    """The record beside its floor, with what tells its way."""
     moved = workload.bytes_moved
     if way.angles == INSIDE:  # a position of 4 bytes in place of the tables' rows
         moved -= workload.tokens * (4 * workload.rotated_dims - 4)
     flops = _PRODUCTS.get(workload.dtype, 1) * workload.matrix_flops
-    details: dict[str, Any] = {
-        "embedding": workload.embedding,
-        "angles": way.angles,
-        "segments": len(workload.lengths),
-        "segment_length": workload.longest,
-        "bytes_us": ceilings.kernel_floor_us(moved, 0),
-    }
     return replace(
         record.beside_floor(ceilings.kernel_floor_us(moved, flops)),
         fuse=way.fuse,
-        details=record.details | details,
+        details=record.details | {"angles": way.angles},
     )
 
 
