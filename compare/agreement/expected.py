@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from compare.agreement.metrics import (
-    ABSOLUTE_LIMITS,
     gradient_verdict,
     kernel_verdict,
     max_abs_error,
@@ -24,7 +23,7 @@ from compare.agreement.oracle import (
 )
 from compare.common.result_files import Verdict
 from compare.workloads.arrays import KernelArguments, jax_arguments, torch_arguments
-from compare.workloads.kernels import KernelInputs, KernelWorkload
+from compare.workloads.kernels import ABSOLUTE_LIMITS, KernelInputs, KernelWorkload
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,10 @@ from compare.common.console import number, print_missing, print_table, progress,
 from compare.common.errors import one_line
 from compare.common.result_files import Record
 from compare.implementations import kernels
-from compare.implementations.kernels import FUSE, KernelImplementation
+from compare.implementations.kernels import AUTO, FUSE, INSIDE, TABLES, KernelImplementation
 from compare.implementations.warm_up import draw_inputs, warm_up
 from compare.workloads.kernels import KernelInputs, KernelWorkload
 
-AUTO = "auto"
-TABLES, INSIDE = "tables", "inside"  # where angles come from
 # Of fp32 a product is three in bf16, which reach its error; tensor cores have nothing faster.
 _PRODUCTS = {"float32": 3}
 _EFFORT = Effort(samples=9, jax_sets=3, profiled_calls=20, thorough=False)

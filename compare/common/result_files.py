@@ -24,7 +24,14 @@ _ALWAYS_WRITTEN = ("workload", "implementation", "median_us", "floor_us", "relat
 _WAY = {"fuse": str, "head_dim": int, "rotary_dim": int, "segment_length": int, "auto": str | None}
 _STRESS = {"tried": str, "cases": int, "findings": int, "passed": bool}
 _SCALE = {"gpus": int, "photographs": int, "cores": int}
-_OF_PART = {"fusion": _WAY, "scale": _SCALE, "stress": _STRESS, "trust": _STRESS}  # trust: formerly
+_EMBEDDED = {"angles": str}
+_OF_PART = {
+    "fusion": _WAY,
+    "embeddings": _EMBEDDED,
+    "scale": _SCALE,
+    "stress": _STRESS,
+    "trust": _STRESS,
+}  # trust: formerly
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from compare.workloads.kernels import Embedding, KernelWorkload
 # the result's gradient behind them -> the gradient in qkv, of its shape
 KernelCall = Callable[..., Any]
 FUSE = ("qk", "q", "none")
+AUTO = "auto"
+TABLES, INSIDE = "tables", "inside"  # where a sinusoidal embedding's angles come from
 _MIB = 1 << 20
 
 
@@ -36,7 +38,7 @@ class KernelImplementation:
 
 
 def triton(
-    fuse: str = "auto", batch_invariant: bool = False, tables: bool = True
+    fuse: str = AUTO, batch_invariant: bool = False, tables: bool = True
 ) -> KernelImplementation:
     """The Triton kernel; interpreted where there is no GPU.
 
@@ -48,7 +50,7 @@ def triton(
 
 
 def pallas(
-    fuse: str = "auto", batch_invariant: bool = False, tables: bool = True
+    fuse: str = AUTO, batch_invariant: bool = False, tables: bool = True
 ) -> KernelImplementation:
     """The Pallas kernel; interpreted where there is no GPU. Tables as in `triton`."""
     prepare = partial(_prepare_pallas, fuse=fuse, batch_invariant=batch_invariant, tables=tables)

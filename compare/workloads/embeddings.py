@@ -87,15 +87,11 @@ def _takers(embedding: Embedding, precision: str, width: int) -> tuple[str, ...]
     )
 
 
-def parsed(name: str) -> tuple[str, str, Shape]:
-    """Embedding, precision and shape that a workload's name tells.
-
-    Raises:
-        ValueError: it is no such name.
-    """
-    found = re.fullmatch(r"(\w+)_(\w+)-(\d+)x(\d+)x(\d+)", name)
+def parsed(name: str) -> tuple[str, str, Shape] | None:
+    """Embedding, precision and shape that a workload's name tells; None of other names."""
+    found = re.fullmatch(r"([a-z]+)_([a-z0-9]+)-(\d+)x(\d+)x(\d+)", name)
     if found is None:
-        raise ValueError(f"expected embedding_precision-segments x tokens x columns, got {name!r}")
+        return None
     embedding, precision, *sizes = found.groups()
     return embedding, precision, Shape(*map(int, sizes))
 
