@@ -103,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="so many in the folder (default: %(default)s)",
     )
-    for part in (kernels, embeddings, invariance, training, towers, integration, vllm, scale):
+    timed = (kernels, embeddings, invariance, training, towers, integration, vllm, scale)
+    for part in timed:
         part.add_argument(
             "--workload",
             action="append",
@@ -112,11 +113,12 @@ def _parser() -> argparse.ArgumentParser:
             "'windows-*'; may be given several times. Without --json or --results nothing is kept "
             "then, so that the file of a whole run stays",
         )
+    for part in (*timed, tune):
         part.add_argument(
             "--update",
             action="store_true",
             help="leave what the result file holds of other workloads; it has to be of this GPU, "
-            "driver and packages",
+            "driver and packages. So a run goes on that was cut",
         )
     stress = add("stress", commands.run_stress, "put kernels and towers under stress")
     subparsers.choices["trust"] = stress  # its name in earlier versions; no help lists it

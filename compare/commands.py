@@ -1,13 +1,16 @@
 """What each part of `python -m compare` does: measure or check, and write the result file.
 
-Every `run_*` takes the parsed options and returns the exit status. Frameworks are imported late:
+Every `run_*` takes the parsed options and returns the exit status. What takes long is written after
+each workload, so that a run that is cut loses no more than that one. Frameworks are imported late:
 what cannot run is refused first, and --help needs none of them.
 """
 
+import itertools
 import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +31,8 @@ from compare.workloads.towers import (
 
 if TYPE_CHECKING:
     from compare.bench.ceilings import Ceilings
+    from compare.bench.tune import Twin
+    from compare.bench.tuning_cases import Case
 
 AGREES, DISAGREES, BAD_INPUT = 0, 1, 2
 TUNED_KERNELS = (
@@ -44,8 +49,7 @@ def run_agreement(options: Namespace) -> int:
     from compare.workloads import photographs
 
     photographs.photographs()  # refused now, where they are not installed, not after the kernels
-    records = [*check_kernels(), *check_towers()]
-    _save("agreement", path, records)
+    records = _written("agreement", path, [[*check_kernels(), *check_towers()]])
     outcomes = [record.passed for record in records if record.passed is not None]
     if failed := outcomes.count(False):
         say(f"Agreement FAILED: {failed} of {len(outcomes)} checks, marked in the tables.")
@@ -60,19 +64,23 @@ def run_kernels(options: Namespace) -> int:
 
     chosen = choose(KERNEL_WORKLOADS | ROTATION_WORKLOADS, options.workload)
     path = _benchmark_path(options)
+    from compare.bench import ceilings
     from compare.bench.kernels import bench_kernels
 
-    records, ceilings = bench_kernels([w for w in chosen if w.name in KERNEL_WORKLOADS])
-    rotations = [w for w in chosen if w.name in ROTATION_WORKLOADS]
-    return _keep(options, path, [*records, *bench_rotation(rotations, ceilings)], ceilings)
+    limits = ceilings.measure()
+    kernels = bench_kernels([w for w in chosen if w.name in KERNEL_WORKLOADS], limits)
+    rotations = bench_rotation([w for w in chosen if w.name in ROTATION_WORKLOADS], limits)
+    return _keep(options, path, itertools.chain(kernels, rotations), limits)
 
 
 def run_fusion(options: Namespace) -> int:
     """Time every way of fusing."""
     path = _benchmark_path(options)
+    from compare.bench import ceilings
     from compare.bench.fusion import measure_fusion
 
-    return _keep(options, path, *measure_fusion())
+    limits = ceilings.measure()
+    return _keep(options, path, measure_fusion(limits), limits)
 
 
 def run_embeddings(options: Namespace) -> int:
@@ -90,17 +98,20 @@ def run_invariance(options: Namespace) -> int:
     """Time batch-invariant calls beside the usual ones."""
     chosen = choose(KERNEL_WORKLOADS, options.workload)
     path = _benchmark_path(options)
+    from compare.bench import ceilings
     from compare.bench.kernels import bench_kernels
     from compare.implementations.kernels import pallas, triton
 
+    limits = ceilings.measure()
     ours = [twin(batch_invariant=which) for twin in (triton, pallas) for which in (False, True)]
-    return _keep(options, path, *bench_kernels(chosen, ours))
+    return _keep(options, path, bench_kernels(chosen, limits, ours), limits)
 
 
 def run_training(options: Namespace) -> int:
     """Time the kernels forward and backward, and steps of fine-tuning the tower."""
     chosen = choose(TRAINING_WORKLOADS | TRAINED_TOWER_WORKLOADS, options.workload)
     path = _benchmark_path(options)
+    from compare.bench import ceilings
     from compare.bench.kernels import all_implementations, bench_kernels
     from compare.bench.towers import Reference, bench_towers
     from compare.implementations.kernels import with_gradient
@@ -110,19 +121,21 @@ def run_training(options: Namespace) -> int:
         training_baseline,
     )
 
+    limits = ceilings.measure()
     implementations = list(map(with_gradient, all_implementations()))
     kernels = [workload for workload in chosen if workload.name in TRAINING_WORKLOADS]
-    records, ceilings = bench_kernels(kernels, implementations)
+    measured = bench_kernels(kernels, limits, implementations)
     if towers := [workload for workload in chosen if workload.name in TRAINED_TOWER_WORKLOADS]:
         reference = Reference(exact_training, training_baseline())
-        records = [*records, *bench_towers(towers, trained_towers(), reference)[0]]
-    return _keep(options, path, records, ceilings)
+        trained = bench_towers(towers, limits, trained_towers(), reference)
+        measured = itertools.chain(measured, trained)
+    return _keep(options, path, measured, limits)
 
 
 def run_tune(options: Namespace) -> int:
     """Find the fastest launches, and put them into the packages where that is asked for."""
     path = _benchmark_path(options)
-    from compare.bench.tune import TWINS, tune
+    from compare.bench.tune import TWINS
     from compare.bench.tuning_cases import tuning_cases
 
     twins = [TWINS[name] for name in options.package or TWINS]
@@ -131,48 +144,62 @@ def run_tune(options: Namespace) -> int:
         if options.write:
             result_files.check_writable(twin.launch.TABLE_FILE)
     cases = tuning_cases(tuple(options.kernel or TUNED_KERNELS))
-    records = []
-    for twin in twins:
-        table, choices = tune(twin, cases)
-        records += [record for choice in choices for record in choice.records]
-        if options.write:
-            result_files.write_text(table.to_text(), twin.launch.TABLE_FILE)
-            say(f"Wrote {twin.launch.TABLE_FILE}")
-    _save("tune", path, records)
+    _written("tune", path, _tuned(twins, cases, options.write), update=options.update)
     return AGREES
+
+
+def _tuned(twins: "Sequence[Twin]", cases: "Sequence[Case]", write: bool) -> Iterator[list[Record]]:
+    """What was measured of each case; behind a package's last its table, which is of all."""
+    from compare.bench.tune import renewed, tune
+
+    for twin in twins:
+        choices = []
+        for choice in tune(twin, cases):
+            choices.append(choice)
+            yield choice.records
+        if write:
+            result_files.write_text(renewed(twin, choices).to_text(), twin.launch.TABLE_FILE)
+            say(f"Wrote {twin.launch.TABLE_FILE}")
 
 
 def run_towers(options: Namespace) -> int:
     """Time the towers and Hugging Face's."""
     workloads = choose(TOWER_WORKLOADS, options.workload)
     path = _benchmark_path(options)
+    from compare.bench import ceilings
     from compare.bench.towers import bench_towers
 
-    return _keep(options, path, *bench_towers(workloads))
+    limits = ceilings.measure()
+    return _keep(options, path, bench_towers(workloads, limits), limits)
 
 
 def run_integration(options: Namespace) -> int:
     """Time Hugging Face's tower with and without accelerate."""
     workloads = choose(INTEGRATION_WORKLOADS, options.workload)
     path = _benchmark_path(options)
+    from compare.bench import ceilings
     from compare.bench.towers import bench_towers
     from compare.implementations.towers import accelerated_towers, peer_towers
 
-    return _keep(options, path, *bench_towers(workloads, [*accelerated_towers(), *peer_towers()]))
+    limits = ceilings.measure()
+    towers = [*accelerated_towers(), *peer_towers()]
+    return _keep(options, path, bench_towers(workloads, limits, towers), limits)
 
 
 def run_vllm(options: Namespace) -> int:
     """Time vLLM's towers with and without its plugin, beside ours and Hugging Face's."""
     workloads = choose(VLLM_WORKLOADS, options.workload)
     path = _benchmark_path(options)
+    from compare.bench import ceilings
     from compare.bench.towers import bench_towers
     from compare.implementations.towers import our_towers, peer_towers
     from compare.implementations.vllm import check_installed, vllm_towers
 
     check_installed()
+    limits = ceilings.measure()
     in_torch, _ = our_towers()
     towers = [*vllm_towers(), in_torch, *peer_towers()]
-    return _keep(options, path, *bench_towers(workloads, towers))
+    return _keep(options, path, bench_towers(workloads, limits, towers), limits)
 
 
 def run_scale(options: Namespace) -> int:
@@ -182,7 +209,7 @@ def run_scale(options: Namespace) -> int:
     from compare.bench.scale import bench_scale
 
     sizes = Sizes(photographs=options.photographs)
-    return _keep(options, path, bench_scale(workloads, sizes), None)
+    return _keep(options, path, bench_scale(workloads, sizes))
 
 
 def run_stress(options: Namespace) -> int:
@@ -192,8 +219,8 @@ def run_stress(options: Namespace) -> int:
 
     # Most of a check's time on a GPU goes into compiling.
     cores = os.cpu_count() or 1
-    records = check_stress(options.seconds, processes=cores if environment.has_gpu() else 1)
-    _save("stress", path, records)
+    checked = check_stress(options.seconds, processes=cores if environment.has_gpu() else 1)
+    records = _written("stress", path, ([record] for record in checked))
     if failed := sum(not record.passed for record in records):
         say(f"Stress found something in {failed} of {len(records)} checks: see the table.")
         return DISAGREES
@@ -237,10 +264,13 @@ def run_everything(options: Namespace) -> int:
 
 
 def _keep(
-    options: Namespace, path: Path | None, records: list[Record], ceilings: "Ceilings | None"
+    options: Namespace,
+    path: Path | None,
+    measured: Iterable[list[Record]],
+    ceilings: "Ceilings | None" = None,
 ) -> int:
-    """Write what was timed; what fails of ours, or is wrong, fails the part. A peer has no time."""
-    _save(options.part, path, records, ceilings, options.update)
+    """Write what is timed; what fails of ours, or is wrong, fails the part. A peer has no time."""
+    records = _written(options.part, path, measured, ceilings, options.update)
     failed = [
         f"{r.implementation} on {r.workload}" for r in records if r.ours and r.passed is False
     ]
@@ -250,20 +280,25 @@ def _keep(
     return AGREES
 
 
-def _save(
+def _written(
     part: str,
     path: Path | None,
-    records: list[Record],
+    measured: Iterable[list[Record]],
     ceilings: "Ceilings | None" = None,
     update: bool = False,
-) -> None:
-    if path is not None:
-        limits = ceilings and ceilings.to_json()
-        results = result_files.collect(part, records, limits)
-        if update and path.exists():
-            results = result_files.read(path).updated(results)
-        result_files.write(results, path)
-        say(f"Wrote {path}")
+) -> list[Record]:
+    """All records of a run, which its result file has as soon as each workload's are measured."""
+    if path is None:
+        return list(itertools.chain.from_iterable(measured))
+    new = result_files.collect(part, (), ceilings and ceilings.to_json())
+    before = result_files.read(path) if update and path.exists() else new
+    records = []
+    for of_workload in measured:
+        records += of_workload
+        new = new.with_records(of_workload)
+        result_files.write(before.updated(new), path)
+    say(f"Wrote {path}")
+    return records
 
 
 def _benchmark_path(options: Namespace) -> Path | None:
@@ -277,7 +312,7 @@ def _benchmark_path(options: Namespace) -> Path | None:
     if not options.workload or options.json or options.results or options.update:
         path = _result_path(options.part, options)
         if options.update and path is not None and path.exists():
-            result_files.read(path).updated(result_files.collect(options.part, []))  # or refused
+            result_files.read(path).updated(result_files.collect(options.part))  # or refused
         return path
     _check_pytorch()
     say(

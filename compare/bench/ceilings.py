@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from compare.bench.timing import elapsed_ms
+from compare.common.console import say
 
 # As many bytes as the 1344 px workload moves: a smaller copy is slower, a larger one faster, and
 # the floor should be one that a kernel of this size could reach.
@@ -51,18 +52,24 @@ class Ceilings:
 
 
 def measure() -> Ceilings:
-    """Measure the GPU's ceilings; takes about a second."""
+    """Measure the GPU's ceilings and print them; takes about a second."""
     shape = (_MATRIX_SIDE, _MATRIX_SIDE)
     # Random values: on zeros a product draws less power and runs faster than on any real data.
     a, b = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     product = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
     # The least: how soon the clock drops depends on what the GPU did before.
     matrix_s = min(_seconds([lambda: torch.matmul(a, b, out=product)], calls=5))
-    return Ceilings(
+    ceilings = Ceilings(
         copy_bytes_per_s=_copy_rate(_COPY_BYTES, sets=8),
         large_copy_bytes_per_s=_copy_rate(_LARGE_COPY_BYTES, sets=2),
         matrix_flops_per_s=2 * _MATRIX_SIDE**3 / matrix_s,
     )
+    say(
+        f"Ceilings: copy {ceilings.copy_bytes_per_s / 1e12:.2f} TB/s "
+        f"(1 GiB: {ceilings.large_copy_bytes_per_s / 1e12:.2f}), "
+        f"bf16 products {ceilings.matrix_flops_per_s / 1e12:.0f} TFLOP/s"
+    )
+    return ceilings
 
 
 def _copy_rate(size: int, sets: int) -> float:

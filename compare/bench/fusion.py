@@ -5,10 +5,9 @@ rotations at some of the lengths. `fuse="auto"` is not timed by itself: its time
 which it takes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from compare.bench import ceilings as ceilings_module
 from compare.bench.ceilings import Ceilings
 from compare.bench.fusion_table import best_table, cells_of, times_table, verdict_line
 from compare.bench.kernel_timing import QUICK, measure_all
@@ -50,14 +49,15 @@ def our_ways() -> Ways:
 
 
 def measure_fusion(
-    workloads: Sequence[KernelWorkload] | None = None, ways: Ways | None = None
-) -> tuple[list[Record], Ceilings]:
+    ceilings: Ceilings,
+    workloads: Sequence[KernelWorkload] | None = None,
+    ways: Ways | None = None,
+) -> Iterator[list[Record]]:
     """Time every way of fusing on every workload; print the tables.
 
-    The workloads are the cells, grid() by default. Returns a record for each way of each cell in
-    each framework, and the ceilings.
+    The ceilings are of the same run, the workloads are the cells, grid() by default. Yields for
+    each cell a record for each way in each framework.
     """
-    ceilings = ceilings_module.measure()
     workloads = grid() if workloads is None else workloads
     ways = our_ways() if ways is None else ways
     each = [(fuse, twin) for fuse, twins in ways.items() for twin in twins]
@@ -67,7 +67,7 @@ def measure_fusion(
     for workload, drawn in zip(progress(workloads, "fusion"), inputs, strict=True):
         measured = measure_all([next(compiled) for _ in each], workload, drawn, QUICK)
         floor_us = ceilings.kernel_floor_us(workload.bytes_moved, workload.matrix_flops)
-        records += [
+        of_workload = [
             replace(
                 record.beside_floor(floor_us),
                 fuse=fuse,
@@ -79,8 +79,9 @@ def measure_fusion(
             )
             for (fuse, implementation), record in zip(each, measured, strict=True)
         ]
+        records += of_workload
+        yield of_workload
     _print(records)
-    return records, ceilings
 
 
 def default_fuse(implementation: KernelImplementation, workload: KernelWorkload) -> str | None:

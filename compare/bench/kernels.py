@@ -1,8 +1,7 @@
 """How fast are the kernels and their strongest peers, on the named workloads of one GPU?"""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from compare.bench import ceilings as ceilings_module
 from compare.bench.ceilings import Ceilings
 from compare.bench.kernel_timing import measure_all
 from compare.common.console import number, print_missing, print_table, say
@@ -30,24 +29,18 @@ def all_implementations() -> list[KernelImplementation]:
 
 def bench_kernels(
     workloads: Sequence[KernelWorkload],
+    ceilings: Ceilings,
     measured: Sequence[KernelImplementation] | None = None,
-) -> tuple[list[Record], Ceilings]:
-    """Measure the GPU's ceilings and every implementation on every workload; print the tables.
+) -> Iterator[list[Record]]:
+    """Measure every implementation on every workload; print the tables.
 
-    `measured` is all_implementations() by default. Returns a record for each of them on each
-    workload, and the ceilings.
+    The ceilings are of the same run, `measured` is all_implementations() by default. Yields for
+    each workload a record for each of them.
     """
-    ceilings = ceilings_module.measure()
-    say(
-        f"Ceilings: copy {ceilings.copy_bytes_per_s / 1e12:.2f} TB/s "
-        f"(1 GiB: {ceilings.large_copy_bytes_per_s / 1e12:.2f}), "
-        f"bf16 products {ceilings.matrix_flops_per_s / 1e12:.0f} TFLOP/s"
-    )
     measured = all_implementations() if measured is None else measured
     # Peers are left to compile by themselves: some choose their kernels by timing them.
     ours = [(i, workload) for workload in workloads for i in measured if i.ours]
     compiled = iter(warm_up(ours, "compiling"))
-    records: list[Record] = []
     for workload in workloads:
         floor_us = ceilings.kernel_floor_us(workload.bytes_moved, workload.matrix_flops)
         peers = workload.peers
@@ -59,8 +52,7 @@ def bench_kernels(
         measured_here = measure_all(chosen, workload, description=workload.name)
         of_workload = [record.beside_floor(floor_us) for record in measured_here]
         _print(workload, floor_us, of_workload)
-        records += of_workload
-    return records, ceilings
+        yield of_workload
 
 
 def _print(workload: KernelWorkload, floor_us: float, records: Sequence[Record]) -> None:

@@ -5,7 +5,7 @@ is the rotation kernel of a call with fuse="none", judged by that call's result.
 a negation in place of as many bytes in one piece: a short pass does not reach that bandwidth.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,23 +36,28 @@ def negation() -> KernelImplementation:
     return KernelImplementation("negation in place", "torch", _prepare_negation)
 
 
-def bench_rotation(workloads: Sequence[KernelWorkload], ceilings: Ceilings) -> list[Record]:
+def bench_rotation(
+    workloads: Sequence[KernelWorkload], ceilings: Ceilings
+) -> Iterator[list[Record]]:
     """Time both rotations and the negation on ROTATION_WORKLOADS, and print the table.
 
-    The ceilings are of the same run; the share of the floor is that of the copy bandwidth.
+    The ceilings are of the same run; the share of the floor is that of the copy bandwidth. Yields
+    for each workload a record for each of them.
     """
     records: list[Record] = []
     for workload in progress(workloads, "rotation"):
         # Q and K read and written are as many bytes as attention's Q, K, V and result.
         moved = workload.bytes_moved
+        of_workload = []
         for record in _measure(workload):
             record = record.beside_floor(ceilings.kernel_floor_us(moved, 0))
             if record.median_us:
                 rate = {"bytes_per_s": moved / record.median_us * 1e6}
                 record = replace(record, details=record.details | rate)
-            records.append(record)
+            of_workload.append(record)
+        records += of_workload
+        yield of_workload
     _print(records)
-    return records
 
 
 def _measure(workload: KernelWorkload) -> list[Record]:

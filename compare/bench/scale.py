@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -29,7 +29,7 @@ def bench_scale(
     workloads: Sequence[ScaleWorkload],
     sizes: Sizes | None = None,
     measured: Sequence[Encoder] | None = None,
-) -> list[Record]:
+) -> Iterator[list[Record]]:
     """Encode a folder of photographs in every way on every workload; print the tables.
 
     JAX's programs are compiled once for all of them, if the user keeps none.
@@ -40,8 +40,8 @@ def bench_scale(
         measured: what to measure beside the baseline, Hugging Face's loop; default those of the
             workload's framework.
 
-    Returns:
-        A record for each way on each workload; `median_us` is a photograph's share of the run's
+    Yields:
+        For each workload a record for each way; `median_us` is a photograph's share of the run's
         time, of which there is one sample.
 
     Raises:
@@ -50,7 +50,6 @@ def bench_scale(
     sizes = sizes or Sizes()
     photographs.photographs()
     huggingface.vision_classes(sizes.config.model_type)
-    records = []
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         say(f"Writing {sizes.photographs:,} photographs and a random checkpoint")
@@ -66,8 +65,7 @@ def bench_scale(
             with mock.patch.dict(os.environ, {_PROGRAMS: programs}):
                 measured_here = _measure(workload, job, ways, exact)
             _print(workload, measured_here)
-            records += measured_here
-    return records
+            yield measured_here
 
 
 def _measure(

@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from compare.agreement.metrics import relative_rms_error, tower_verdict
-from compare.bench import ceilings as ceilings_module
 from compare.bench.ceilings import Ceilings
 from compare.bench.jax_profiler import try_profile
 from compare.bench.timing import time_row, time_wall
@@ -53,10 +52,11 @@ class Reference:
 
 def bench_towers(
     workloads: Sequence[TowerWorkload],
+    ceilings: Ceilings,
     towers: Sequence[TowerImplementation] | None = None,
     reference: Reference | None = None,
-) -> tuple[list[Record], Ceilings]:
-    """Measure the GPU's ceilings and every tower on every workload; print the tables.
+) -> Iterator[list[Record]]:
+    """Measure every tower on every workload; print the tables.
 
     Each tower is loaded alone, so that its peak memory is its own. Of a workload of several steps
     losses are recorded in place of a time. They are held to the towers' rule: ours follow those of
@@ -64,12 +64,14 @@ def bench_towers(
 
     Args:
         workloads: what to measure on.
+        ceilings: of the same run.
         towers: what to measure beside Hugging Face's own, the baseline; default our two, also with
             libraries' attention over frames, and their peers.
         reference: what they are judged by; default Hugging Face's towers that encode.
 
-    Returns:
-        A record for each tower on each workload, and the ceilings.
+    Yields:
+        For each family, and each workload of several steps, a record for each tower on each
+        workload: a tower is loaded once for all of them.
 
     Raises:
         UnavailableError: photographs or Hugging Face's tower of a family are not installed.
@@ -78,7 +80,6 @@ def bench_towers(
     photographs.photographs()
     for config in configs:
         huggingface.vision_classes(config.model_type)
-    ceilings = ceilings_module.measure()
     if towers is None:
         towers = [*our_towers(), *library_frame_towers(), *peer_towers()]
     alike: dict[tuple[VisionConfig, str], list[TowerWorkload]] = {}
@@ -86,10 +87,8 @@ def bench_towers(
         # After many steps a tower is another one: nothing else is measured on it.
         apart = workload.name if workload.steps else ""
         alike.setdefault((workload.config, apart), []).append(workload)
-    records = []
     for (config, _), of_config in alike.items():
-        records += _bench_config(config, of_config, towers, reference or Reference(), ceilings)
-    return records, ceilings
+        yield _bench_config(config, of_config, towers, reference or Reference(), ceilings)
 
 
 def _bench_config(

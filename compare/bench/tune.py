@@ -2,7 +2,7 @@
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -90,10 +90,10 @@ class Choice:
     records: list[Record]
 
 
-def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
+def tune(twin: Twin, cases: Sequence[Case]) -> Iterator[Choice]:
     """Try every candidate of every case, beside what the table has; print old against new.
 
-    Returns the new Table and what was measured.
+    Yields what was measured of each case.
 
     Raises:
         UnavailableError: the framework does not use the GPU.
@@ -114,8 +114,8 @@ def tune(twin: Twin, cases: Sequence[Case]) -> tuple[Any, list[Choice]]:
         kernel = f"{case.kernel}_kernel"
         records = measure_all(ready, case.workload, drawn, QUICK, kernel=kernel)
         choices.append(_choose(case, tried, records))
+        yield choices[-1]
     _print(twin, choices)
-    return _renewed(twin, table, gpu, choices), choices
 
 
 def _launches(twin: Twin, case: Case, table: Any, gpu: Any) -> list[Any]:
@@ -134,8 +134,12 @@ def row_for(twin: Twin, case: Case, launch: Any) -> Any:
     return twin.launch_table.Row(case.kernel, launch, "half", *conditions)
 
 
-def _renewed(twin: Twin, table: Any, gpu: Any, choices: Sequence[Choice]) -> Any:
-    """The table with the chosen launches in place of all that served the same shapes."""
+def renewed(twin: Twin, choices: Sequence[Choice]) -> Any:
+    """The package's Table with the launches chosen in all of `tune`.
+
+    They take the place of all rows that served the same shapes.
+    """
+    gpu, table = twin.gpu(), twin.launch_table.Table.read(twin.launch.TABLE_FILE)
     tuned = {choice.case.kernel for choice in choices}
     widest = max(choice.case.max_head_dim for choice in choices)
     old = table.devices[gpu.name].rows if gpu.name in table.devices else ()

@@ -1,7 +1,8 @@
 """Result files: what was measured, on what, with which versions, written whole or not at all.
 
 A file is a JSON object with `part`, `device`, `driver`, `versions`, `date`, `ceilings` and a list
-`records`, one for each implementation of each workload. Somebody may add a `note` by hand: what
+`records`, one for each implementation of each workload, with the `date` that it was measured. The
+file's own is its newest record's. Somebody may add a `note` by hand: what
 else has to be known of the run; reports show it.
 """
 
@@ -9,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -159,8 +161,22 @@ class Results:
         """The workload's records, in the order of measurement."""
         return [record for record in self.records if record["workload"] == workload]
 
+    @property
+    def dates(self) -> str:
+        """The day of the measurements, or the first and the last."""
+        days = sorted({record.get("date", self.date)[:10] for record in self.records})
+        return " to ".join(dict.fromkeys([days[0], days[-1]])) if days else self.date[:10]
+
+    def with_records(self, records: Iterable[Record]) -> "Results":
+        """These and what was measured now."""
+        now = _now()
+        dated = [record.to_json() | {"date": now} for record in records]
+        return replace(self, date=now, records=[*self.records, *dated])
+
     def updated(self, new: "Results") -> "Results":
         """These with the records of another run in the place of those of the same workloads.
+
+        In tuning of the same classes of shapes, in the same framework.
 
         Raises:
             InputError: another GPU, driver or package measured them.
@@ -169,9 +185,24 @@ class Results:
             before, now = getattr(self, name), getattr(new, name)
             if before != now:
                 raise InputError(f"cannot update results of another {name}: {before}, now {now}")
-        measured = {record["workload"] for record in new.records}
-        others = [record for record in self.records if record["workload"] not in measured]
+        measured = set(map(_measured_together, new.records))
+        others = [
+            {"date": self.date} | record  # earlier versions dated the file alone
+            for record in self.records
+            if _measured_together(record) not in measured
+        ]
         return replace(new, records=[*others, *new.records])
+
+
+def _measured_together(record: dict[str, Any]) -> tuple[str, ...]:
+    """What a record shares with those that were measured with it."""
+    if "class" in record:
+        return record["class"], record["implementation"]
+    return (record["workload"],)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _finite(value: Any) -> Any:
@@ -179,17 +210,20 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def collect(part: str, records: list[Record], ceilings: dict[str, float] | None = None) -> Results:
+def collect(
+    part: str, records: Iterable[Record] = (), ceilings: dict[str, float] | None = None
+) -> Results:
     """Put this machine's name, driver, versions and the time beside what was measured."""
-    return Results(
+    results = Results(
         part=part,
         device=environment.device_name(),
         driver=environment.driver_version(),
         versions=environment.versions(),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        records=[record.to_json() for record in records],
+        date=_now(),
+        records=[],
         ceilings=ceilings or {},
     )
+    return results.with_records(records)
 
 
 def default_path(part: str, device: str, directory: Path = DEFAULT_DIRECTORY) -> Path:

@@ -39,7 +39,7 @@ def notes(results: Results) -> list[str]:
 
 def measured_line(results: Results) -> str:
     """When a part was measured, what the GPU made in its run, and what else was noted of it."""
-    told = [f"Measured {results.date[:10]}"]
+    told = [f"Measured {results.dates}"]
     if results.ceilings:
         told += [
             f"copy of 94 MiB {results.ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s, "

@@ -300,7 +300,7 @@ def _in_vllm(devices: Mapping[Path, _Parts]) -> Iterator[str]:
         yield "No run of `python -m compare vllm` is on record yet."
         return
     vllm = measured.versions.get("vllm", "of an unknown version")
-    yield f"{measured.device}, vLLM {vllm}, bf16, random weights, {measured.date[:10]}."
+    yield f"{measured.device}, vLLM {vllm}, bf16, random weights, {measured.dates}."
     for family, workloads in families(measured).items():
         yield f"{_IN_VLLM.get(family, family)}:"
         yield tables.vllm_table(measured, workloads)
@@ -313,7 +313,7 @@ def _of_embeddings(
     if measured is None:
         yield "No run of `python -m compare embeddings` is on record yet."
         return
-    yield f"{measured.device}, {measured.date[:10]}."
+    yield f"{measured.device}, {measured.dates}."
     yield show(embeddings.cells_of(measured))
 
 

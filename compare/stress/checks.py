@@ -1,10 +1,8 @@
 """Stress for kernels and towers: every check, how many cases it went through, what came out."""
 
-import multiprocessing
-import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 from compare.common.console import print_table, progress
 from compare.common.environment import has_gpu
 from compare.common.errors import one_line
+from compare.common.processes import in_a_process
 from compare.common.result_files import Record
 from compare.implementations import huggingface
 from compare.implementations.towers import TowerImplementation, free_memory, our_towers
@@ -29,6 +28,7 @@ from flax_models import VisionConfig
 # The 7B tower's sizes, a few layers of it: a server's life is about calls, not about depth.
 SERVER_CONFIG = VisionConfig(depth=4, out_hidden_size=256, fullatt_block_indexes=(3,))
 SERVER = "server"
+_SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # the GPU, with other processes
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def check_stress(
     subjects: Sequence[Subject] = SUBJECTS,
     towers: Sequence[TowerImplementation] | None = None,
     processes: int = 1,
-) -> list[Record]:
+) -> Iterator[Record]:
     """Put kernels and towers under stress and print the table.
 
     Args:
@@ -103,41 +103,46 @@ def check_stress(
         processes: so many, of which each check of a kernel has one to itself; with 1 there is no
             other than this.
 
-    Returns:
+    Yields:
         A record for each check of each framework's kernels, and of each tower; `note` holds its
         first finding, `details` the number of `cases` and of `findings` and, of kernels, by
         `kernels` how many cases reached which. One that none reached is a finding.
     """
     sizes = inputs.ON_GPU if has_gpu() else inputs.ON_CPU
     pairs = [(check, subject) for check in checks for subject in subjects]
-    if processes == 1:
-        records = [run_check(*pair, sizes) for pair in progress(pairs, "kernels")]
-    else:
-        with ThreadPoolExecutor(processes) as pool:
-            running = [pool.submit(_run_in_a_process, *pair, sizes) for pair in pairs]
-            records = [record.result() for record in progress(running, "kernels")]
+    records = []
+    for record in _of_kernels(pairs, sizes, processes):
+        records.append(record)
+        yield record
     traffic, config = server.ON_CPU, SMALL_TOWERS["tower"]
     if has_gpu():
         traffic, config = server.ON_GPU, SERVER_CONFIG
     for tower in our_towers() if towers is None else towers:
         records.append(_server_record(tower, config, traffic, seconds))
+        yield records[-1]
         free_memory()
     _print(records)
-    return records
+
+
+def _of_kernels(
+    pairs: Sequence[tuple[Check, Subject]], sizes: Sizes, processes: int
+) -> Iterator[Record]:
+    if processes == 1:
+        for pair in progress(pairs, "kernels"):
+            yield run_check(*pair, sizes)
+        return
+    with ThreadPoolExecutor(processes) as pool:
+        running = [pool.submit(_run_in_a_process, *pair, sizes) for pair in pairs]
+        for record in progress(running, "kernels"):
+            yield record.result()
 
 
 def _run_in_a_process(check: Check, subject: Subject, sizes: Sizes) -> Record:
     """`run_check` in one of its own, which a kernel may break or end without harm to others."""
-    spawning = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(1, spawning, _share_gpu) as pool:
-            return pool.submit(run_check, check, subject, sizes).result()
+        return in_a_process(run_check, check, subject, sizes, variables=_SHARING)
     except BrokenProcessPool as error:
         return outcome(check.name, subject.name, check.tried.format(sizes), 0, [one_line(error)])
-
-
-def _share_gpu() -> None:
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 
 def run_check(check: Check, subject: Subject, sizes: Sizes) -> Record:

@@ -1,5 +1,6 @@
 """Exit statuses and sentences of `python -m compare`."""
 
+import itertools
 import json
 import os
 import runpy
@@ -40,20 +41,29 @@ def agreement(monkeypatch):
     return found
 
 
+def found(records):
+    """What a benchmark yields, workload by workload; of an exception it dies."""
+    for _, of_workload in itertools.groupby(records, lambda r: getattr(r, "workload", None)):
+        [first, *others] = of_workload
+        if isinstance(first, Exception):
+            raise first
+        yield [first, *others]
+
+
 @pytest.fixture
 def gpu_benchmarks(monkeypatch, tmp_path):
     """Stand-ins for a GPU and its benchmarks, which find some records; gives where results go."""
 
     def find(*records):
-        found = [*records], Ceilings(4e12, 4e12, 8e14)
+        monkeypatch.setattr("compare.bench.ceilings.measure", lambda: Ceilings(4e12, 4e12, 8e14))
         for benchmark in (
             "compare.bench.kernels.bench_kernels",
             "compare.bench.fusion.measure_fusion",
             "compare.bench.towers.bench_towers",
+            "compare.bench.scale.bench_scale",
         ):
-            monkeypatch.setattr(benchmark, lambda *_: found)
+            monkeypatch.setattr(benchmark, lambda *_: found(records))
         monkeypatch.setattr("compare.bench.rotation.bench_rotation", lambda *_: [])
-        monkeypatch.setattr("compare.bench.scale.bench_scale", lambda *_: [*records])
         monkeypatch.setattr(environment, "has_gpu", lambda: True)
         monkeypatch.setattr(environment, "device_name", lambda: "Imaginary GPU")
         monkeypatch.setattr(commands, "_check_pytorch", lambda: None)
@@ -220,6 +230,32 @@ def test_some_workloads_are_measured_anew(gpu_benchmarks, capsys):
     assert cli.main(update) == commands.BAD_INPUT
     assert "cannot update results of another driver: 1.2, now " in sentence(capsys)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("part", WORKLOAD_OF)
+def test_a_run_that_dies_leaves_what_it_has_measured_and_another_goes_on(
+    gpu_benchmarks, part, monkeypatch
+):
+    monkeypatch.setattr(result_files, "_now", lambda: "2026-11-02T00:00:00+00:00")
+    wanted = {"gpus": 1, "photographs": 3, "cores": 2}  # by scale
+    one, two, three = (Record(name, "ours", details=wanted) for name in ("v", "w", "x"))
+    whole = gpu_benchmarks(one, RuntimeError("the GPU is gone"))
+    with pytest.raises(RuntimeError, match="gone"):
+        cli.main([part])
+    [path] = whole.rglob("*.json")
+
+    def records():
+        return [(r["workload"], r["date"][:10]) for r in result_files.read(path).records]
+
+    assert records() == [("v", "2026-11-02")]
+    assert result_files.read(path).ceilings.keys() == (
+        set() if part == "scale" else Ceilings(4e12, 4e12, 8e14).to_json().keys()
+    )
+    monkeypatch.setattr(result_files, "_now", lambda: "2026-11-05T00:00:00+00:00")
+    gpu_benchmarks(two, three)
+    assert cli.main([part, "--workload", WORKLOAD_OF[part], "--update"]) == commands.AGREES
+    assert records() == [("v", "2026-11-02"), ("w", "2026-11-05"), ("x", "2026-11-05")]
+    assert result_files.read(path).dates == "2026-11-02 to 2026-11-05"
 
 
 @pytest.mark.parametrize(("findings", "status"), [(0, commands.AGREES), (2, commands.DISAGREES)])

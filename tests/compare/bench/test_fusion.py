@@ -10,11 +10,13 @@ pytest.importorskip("jax")
 
 from compare.agreement.oracle import unfused
 from compare.bench import fusion
+from compare.bench.ceilings import Ceilings
 from compare.bench.fusion_table import Cell, best_table, cells_of, times_table, verdict_line
 from compare.implementations.kernels import KernelImplementation, pallas
 from compare.workloads.kernels import KernelWorkload, variant
 from tests.compare.clocks import stand_in_clocks
 
+CEILINGS = Ceilings(4e9, 4e9, 8e14)
 LENGTHS = (16, 32, 64, 128, 256, 576, 1024, 2304, 4096, 9216)
 
 
@@ -54,7 +56,7 @@ def test_without_jax_its_twin_has_no_time_and_the_other_has(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "pallas_kernels"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jax", None)
-    records, _ = fusion.measure_fusion([TINY], {"qk": [way("triton", 11.0), pallas("qk")]})
+    [records] = fusion.measure_fusion(CEILINGS, [TINY], {"qk": [way("triton", 11.0), pallas("qk")]})
     assert [record.median_us for record in records] == [11.0, None]
     assert records[1].note.startswith("not installed: ModuleNotFoundError: import of jax")
     (cell,) = cells_of([record.to_json() for record in records])
@@ -65,7 +67,7 @@ def test_every_way_is_timed_beside_its_error(monkeypatch, capsys):
     stand_in_clocks(monkeypatch)
     ways = {"qk": [way("triton", 11.0)], "q": [way("triton", 8.0, wrong=True)]}
     ways["none"] = [way("triton", 10.0)]
-    records, _ = fusion.measure_fusion([TINY], ways)
+    [records] = fusion.measure_fusion(CEILINGS, [TINY], ways)
     assert [(r.fuse, r.median_us, r.passed) for r in records] == [
         ("qk", 11.0, True),
         ("q", None, False),
@@ -86,7 +88,9 @@ def test_a_way_that_cannot_run_does_not_end_the_run(monkeypatch):
         raise ImportError("no such library")
 
     broken = KernelImplementation("triton", "torch", prepare, ours=True)
-    records, _ = fusion.measure_fusion([TINY], {"qk": [broken], "none": [way("triton", 10.0)]})
+    [records] = fusion.measure_fusion(
+        CEILINGS, [TINY], {"qk": [broken], "none": [way("triton", 10.0)]}
+    )
     assert "no such library" in records[0].note
     assert records[1].median_us == 10.0
 

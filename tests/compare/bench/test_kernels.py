@@ -8,6 +8,7 @@ import torch
 
 from compare.agreement.oracle import oracle, oracle_gradient, unfused
 from compare.bench import kernel_timing, kernels
+from compare.bench.ceilings import Ceilings
 from compare.bench.kernels import bench_kernels
 from compare.common.errors import UnavailableError
 from compare.implementations.kernels import (
@@ -22,6 +23,7 @@ from tests.compare.clocks import stand_in_clocks
 
 TINY = KernelWorkload("windows-tiny", "windows", ((1, 8, 10),), heads=1)
 INPUTS = TINY.inputs()
+CEILINGS = Ceilings(4e9, 4e9, 8e14)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,7 @@ def clocks(monkeypatch):
 
 
 def bench(*implementations):
-    records, _ = bench_kernels([TINY], implementations)
+    [records] = bench_kernels([TINY], CEILINGS, implementations)
     return records
 
 
@@ -88,7 +90,7 @@ TRAINED = replace(TINY, gradients=True)
 
 @pytest.mark.parametrize("twin", [triton, pallas])
 def test_forward_and_backward_are_timed_together(twin):
-    (record,), _ = bench_kernels([TRAINED], [with_gradient(twin())])
+    [[record]] = bench_kernels([TRAINED], CEILINGS, [with_gradient(twin())])
     assert (record.passed, record.median_us is None) == (True, False)
     assert record.error_limit < 0.02
     # A stand-in's in PyTorch. In JAX both results at least, and no more than some copies of them.
@@ -106,7 +108,7 @@ def test_a_gradient_that_is_wrong_in_one_part_has_no_time(part):
     exact = oracle_gradient(TRAINED.inputs())
     exact[:, part] *= 1.02
     kernel = KernelImplementation("triton", "torch", lambda _: lambda *_: exact, ours=True)
-    (record,), _ = bench_kernels([TRAINED], [kernel])
+    [[record]] = bench_kernels([TRAINED], CEILINGS, [kernel])
     assert (record.passed, record.median_us) == (False, None)
     assert record.relative_rms_error == pytest.approx(0.02)
 
@@ -198,10 +200,10 @@ def test_ours_is_wrong_where_nothing_could_be_judged(monkeypatch):
 def test_a_workload_may_name_its_peers():
     fast, slow = (replace(right(name), ours=False) for name in ("fast", "slow"))
     named = replace(TINY, peers=("fast",))
-    records, _ = bench_kernels([named, TINY], [right(), fast, slow])
-    assert [record.implementation for record in records] == [
-        *("triton", "fast"),
-        *("triton", "fast", "slow"),
+    measured = bench_kernels([named, TINY], CEILINGS, [right(), fast, slow])
+    assert [[record.implementation for record in records] for records in measured] == [
+        ["triton", "fast"],
+        ["triton", "fast", "slow"],
     ]
 
 
@@ -211,7 +213,8 @@ def test_a_peer_that_is_not_measured_has_no_reason_either(monkeypatch):
 
     monkeypatch.setattr(kernel_timing.Expected, "of", broken)
     fast, slow = (replace(right(name), ours=False) for name in ("fast", "slow"))
-    records, _ = bench_kernels([replace(TINY, peers=("fast",))], [right(), fast, slow])
+    named = replace(TINY, peers=("fast",))
+    [records] = bench_kernels([named], CEILINGS, [right(), fast, slow])
     assert [record.implementation for record in records] == ["triton", "fast"]
     assert {record.note for record in records} == {"RuntimeError: the GPU is gone"}
 

@@ -1,8 +1,8 @@
 """The tower benchmark, on small towers without a GPU."""
 
 import functools
+import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,16 +23,19 @@ from tests.compare.small_towers import CONFIG, failing_once, implementation, squ
 
 @pytest.fixture
 def benchmark_on_cpu(monkeypatch):
-    ceilings = SimpleNamespace(measure=lambda: Ceilings(4e12, 4e12, 8e14))
-    monkeypatch.setattr(tower_bench, "ceilings_module", ceilings)
     monkeypatch.setattr(timing, "WALL_SECONDS", 0.01)
     monkeypatch.setattr(timing, "ROW_SECONDS", 0.01)
+
+
+def bench(workloads, *measured):
+    found = tower_bench.bench_towers(workloads, Ceilings(4e12, 4e12, 8e14), *measured)
+    return list(itertools.chain.from_iterable(found))
 
 
 @pytest.mark.long
 def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
     workloads = [square(112), square(224), square(224, "qwen3-tower")]
-    records, _ = tower_bench.bench_towers(workloads)
+    records = bench(workloads)
     by_name = {(r.workload, r.implementation): r for r in records}
     for workload in workloads:
         for name in ("torch", "flax", "Hugging Face SDPA"):
@@ -51,7 +54,7 @@ def test_benchmark_gives_every_tower_a_time_or_a_reason(benchmark_on_cpu):
 @pytest.mark.long
 def test_steps_of_training_are_judged_by_a_gradient(benchmark_on_cpu):
     workload = replace(square(112), gradients=True)
-    records, _ = tower_bench.bench_towers([workload], training.trained_towers(), trained())
+    records = bench([workload], training.trained_towers(), trained())
     names = ("Hugging Face SDPA", "accelerated", "torch", "flax")
     assert [record.implementation for record in records[:4]] == list(names)
     for record in records[:4]:
@@ -67,7 +70,7 @@ def test_fine_tuning_is_judged_by_its_losses(benchmark_on_cpu):
     accelerated, _, flax, _ = training.trained_towers()
     hasty = implementation(Hasty)
     measured = [accelerated, flax, replace(hasty, name="hasty")]
-    records, _ = tower_bench.bench_towers([workload], measured, trained())
+    records = bench([workload], measured, trained())
     assert len(records) == 4
     for record in records[:3]:
         assert record.passed, record
@@ -93,14 +96,14 @@ class Hasty(training._TrainedHuggingFace):
 
 def test_workloads_go_from_small_to_large(benchmark_on_cpu):
     """JAX's peak memory only grows: a small call behind a large one would be said to take its."""
-    records, _ = tower_bench.bench_towers([square(112), square(56), square(84)], [])
+    records = bench([square(112), square(56), square(84)], [])
     assert [record.workload for record in records] == ["tower-56", "tower-84", "tower-112"]
 
 
 def test_the_accelerated_tower_is_timed_beside_hugging_faces(benchmark_on_cpu, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(compile_without_code))
     measured = [*towers.accelerated_towers(), *towers.peer_towers()]
-    records, _ = tower_bench.bench_towers([square(112)], measured)
+    records = bench([square(112)], measured)
     by_name = {record.implementation: record for record in records}
     for name in ("accelerated", "accelerated, compiled"):
         assert by_name[name].passed
@@ -125,7 +128,7 @@ def test_every_towers_kernels_are_timed_and_those_of_ours_told_apart(benchmark_o
         return Profile([DeviceEvent("window_kernel", 0.0, 7e3)] * calls, calls)
 
     monkeypatch.setattr(tower_bench, "try_profile", seen)
-    records, _ = tower_bench.bench_towers([square(56)], towers.our_towers())
+    records = bench([square(56)], towers.our_towers())
     by_name = {record.implementation: record for record in records}
     assert {record.profiler_us for record in records} == {7.0}
     assert "groups_us" not in by_name["Hugging Face SDPA"].details
@@ -145,7 +148,7 @@ def test_a_wrong_tower_gets_no_time(benchmark_on_cpu, monkeypatch):
 
     monkeypatch.setattr(tower_bench, "our_towers", lambda: [implementation(Wrong)])
     monkeypatch.setattr(tower_bench, "try_profile", seen)
-    records, _ = tower_bench.bench_towers([square(56)])
+    records = bench([square(56)])
     record = next(r for r in records if r.implementation == "torch")
     times = record.median_us, record.spread_us, record.row_us, record.profiler_us
     assert times == (None,) * 4
@@ -160,7 +163,7 @@ def test_a_family_without_a_reference_is_not_timed_and_the_others_are(
 ):
     monkeypatch.setattr(huggingface, "load", failing_once(huggingface.load))
     workloads = [square(56), square(56, "qwen2-tower")]
-    records, _ = tower_bench.bench_towers(workloads, [implementation(HuggingFaceTower)])
+    records = bench(workloads, [implementation(HuggingFaceTower)])
     assert [(r.workload, r.implementation) for r in records] == [
         (workload.name, name) for workload in workloads for name in ("Hugging Face SDPA", "torch")
     ]
@@ -184,7 +187,7 @@ def test_a_gpu_that_broke_costs_only_the_towers_behind(benchmark_on_cpu, monkeyp
 
     monkeypatch.setattr(tower_bench, "free_memory", free_memory)
     measured = [implementation(tower) for tower in (HuggingFaceTower, Breaking, HuggingFaceTower)]
-    records, _ = tower_bench.bench_towers([square(56)], measured)
+    records = bench([square(56)], measured)
     assert [record.median_us is None for record in records] == [False, False, True, True]
     assert [record.passed for record in records] == [True, True, False, False]
     assert {r.note for r in records[2:]} == {"RuntimeError: illegal memory access"}
@@ -197,19 +200,19 @@ def test_what_is_not_installed_is_said_before_anything_is_timed(benchmark_on_cpu
 
     monkeypatch.setattr(huggingface, "vision_classes", missing)
     with pytest.raises(UnavailableError, match="too old"):
-        tower_bench.bench_towers([square(56), square(56, "qwen3-tower")], [])
+        bench([square(56), square(56, "qwen3-tower")], [])
 
 
 def test_peers_are_held_to_a_wider_limit_than_ours(benchmark_on_cpu):
     ours = implementation(HuggingFaceTower)
-    records, _ = tower_bench.bench_towers([square(56)], [ours, replace(ours, ours=False)])
+    records = bench([square(56)], [ours, replace(ours, ours=False)])
     error = records[0].relative_rms_error
     assert [r.error_limit for r in records[1:]] == pytest.approx([1.1 * error, 1.5 * error])
 
 
 def test_libraries_frames_are_timed_on_named_workloads_or_say_why_not(benchmark_on_cpu):
     named = TowerWorkload("tower-1344", (Visual(56, 56),), CONFIG)
-    records, _ = tower_bench.bench_towers([square(56), named], towers.library_frame_towers())
+    records = bench([square(56), named], towers.library_frame_towers())
     names = {"torch, FA3 frames", "torch, cuDNN frames", "flax, cuDNN frames"}
     found = {r.implementation: r for r in records if r.implementation != "Hugging Face SDPA"}
     assert found.keys() == names

@@ -75,8 +75,8 @@ def test_bounds_on_registers_are_tried_where_they_are_taken(monkeypatch, bounded
 
 
 def tuned(*warps):
-    table, (choice,) = tune.tune(TWINS["triton"], [case(*warps)])
-    return table, choice
+    [choice] = tune.tune(TWINS["triton"], [case(*warps)])
+    return tune.renewed(TWINS["triton"], [choice]), choice
 
 
 @pytest.mark.parametrize(
@@ -186,6 +186,36 @@ def test_the_command(times, monkeypatch, tmp_path, write, capsys):
     assert (table.read_text() != before) == write
     if write:
         assert Table.read(table).devices[GPU.name].rows[0].launch.num_warps == 2
+
+
+def test_tuning_that_dies_leaves_what_it_has_tried_and_another_goes_on(
+    times, monkeypatch, tmp_path
+):
+    times.update({4: 2.0, 2: 1.0})
+    first, second = case(2), replace(case(2), max_length=32)
+    monkeypatch.setattr(environment, "has_gpu", lambda: True)
+    monkeypatch.setattr(commands, "_check_pytorch", lambda: None)
+    monkeypatch.setattr(tuning_cases, "tuning_cases", lambda kernels: [first, second])
+    choose, table = tune._choose, TWINS["triton"].launch.TABLE_FILE
+
+    def dies(case, tried, records):
+        if case is second:
+            raise KeyboardInterrupt
+        return choose(case, tried, records)
+
+    monkeypatch.setattr(tune, "_choose", dies)
+    path, before = tmp_path / "tune.json", table.read_text()
+    arguments = ["tune", "--write", "--package", "triton", "--json", str(path)]
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(arguments)
+    assert [record["class"] for record in result_files.read(path).records] == 2 * [str(first)]
+    assert table.read_text() == before  # a package's table is of all its cases
+
+    monkeypatch.setattr(tune, "_choose", choose)
+    monkeypatch.setattr(tuning_cases, "tuning_cases", lambda kernels: [second])
+    assert cli.main([*arguments, "--update"]) == commands.AGREES
+    classes = [record["class"] for record in result_files.read(path).records]
+    assert classes == 2 * [str(first)] + 2 * [str(second)]
 
 
 @pytest.mark.parametrize(

@@ -115,13 +115,12 @@ def bench(monkeypatch, names=None):
         wait(call())
         return Timing(10.0, 0.5, 1)
 
-    monkeypatch.setattr(tower_bench.ceilings_module, "measure", lambda: Ceilings(4e12, 4e12, 8e14))
     monkeypatch.setattr(tower_bench, "_WARM_UP", 0)
     monkeypatch.setattr(tower_bench, "time_wall", clock)
     monkeypatch.setattr(tower_bench, "time_row", clock)
     monkeypatch.setattr(tower_bench, "try_profile", lambda run, calls: None)
     towers = [t for t in in_vllm.vllm_towers() if names is None or t.name in names]
-    records, _ = tower_bench.bench_towers([WORKLOAD], towers)
+    [records] = tower_bench.bench_towers([WORKLOAD], Ceilings(4e12, 4e12, 8e14), towers)
     return {record.implementation: record for record in records}
 
 

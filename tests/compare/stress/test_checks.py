@@ -378,9 +378,8 @@ def test_without_a_checkpoint_for_the_towers_what_kernels_did_is_kept(monkeypatc
     monkeypatch.setattr(huggingface, "random_checkpoint", fail)
     monkeypatch.setattr(stress_inputs, "ON_CPU", SIZES)
     monkeypatch.setattr(stress_inputs, "ON_GPU", SIZES)
-    records = checks.check_stress(
-        seconds=1, checks=[CHECKS["place"]], subjects=[Right()], towers=our_towers()[:1]
-    )
+    of = {"checks": [CHECKS["place"]], "subjects": [Right()], "towers": our_towers()[:1]}
+    records = list(checks.check_stress(seconds=1, **of))
     assert [record.passed for record in records] == [True, False]
     assert records[1].note == "OSError: no space left on the device"
 
