@@ -23,15 +23,24 @@ except ImportError as error:
         f"pallas_kernels needs JAX ({error}): pip install '.[jax]' in the clone"
     ) from error
 
-from pallas_kernels.attention import fused_rope_attention, fused_rope_attention_qkvpacked
+from pallas_kernels.attention import (
+    fused_rope_attention,
+    fused_rope_attention_qkvpacked,
+    fused_sinusoidal_attention,
+    fused_sinusoidal_attention_qkvpacked,
+)
 from pallas_kernels.checks import check_cu_seqlens
 from pallas_kernels.launching.platforms import export_checks
 from pallas_kernels.reference import rope_attention_reference
+from pallas_kernels.sinusoidal import sinusoidal_tables
 
 __all__ = [
     "check_cu_seqlens",
     "export_checks",
     "fused_rope_attention",
     "fused_rope_attention_qkvpacked",
+    "fused_sinusoidal_attention",
+    "fused_sinusoidal_attention_qkvpacked",
     "rope_attention_reference",
+    "sinusoidal_tables",
 ]

@@ -32,9 +32,15 @@ except ImportError as error:
     ) from error
 
 from triton_kernels import operators as _operators  # noqa: F401  registers them
-from triton_kernels.attention import fused_rope_attention, fused_rope_attention_qkvpacked
+from triton_kernels.attention import (
+    fused_rope_attention,
+    fused_rope_attention_qkvpacked,
+    fused_sinusoidal_attention,
+    fused_sinusoidal_attention_qkvpacked,
+)
 from triton_kernels.checks import check_cu_seqlens
 from triton_kernels.reference import rope_attention_reference
+from triton_kernels.sinusoidal import sinusoidal_tables
 
 try:
     _vllm = _util.find_spec("vllm")  # imports nothing
@@ -48,5 +54,8 @@ __all__ = [
     "check_cu_seqlens",
     "fused_rope_attention",
     "fused_rope_attention_qkvpacked",
+    "fused_sinusoidal_attention",
+    "fused_sinusoidal_attention_qkvpacked",
     "rope_attention_reference",
+    "sinusoidal_tables",
 ]

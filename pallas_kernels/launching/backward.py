@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels.checks import NO_NORMS, NORM_EPS
+from pallas_kernels.checks import MAX_TILED_HEAD_DIM, NO_NORMS, NORM_EPS
 from pallas_kernels.kernels.stream import hoists
 from pallas_kernels.kernels.stream_backward import (
     stream_backward_kv_kernel,
@@ -17,6 +17,11 @@ from pallas_kernels.kernels.window_backward import window_backward_kernel
 from pallas_kernels.launching.choose import find_launch, head_split, window_limit
 from pallas_kernels.launching.launch import run_all
 from pallas_kernels.launching.plan import LOG2_E, operands, rotate_by_kernel
+
+
+def has_gradient_kernels(head_dim: int, embed: str) -> bool:
+    """Whether kernels compute gradients in Q, K and V: of rotated heads that a tile holds."""
+    return embed == "rope" and head_dim <= MAX_TILED_HEAD_DIM
 
 
 def needs_lse(dtype: DTypeLike, head_dim: int, max_seqlen: int) -> bool:

@@ -10,11 +10,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from triton_kernels.kernels.tiles import (
+    angles_from,
+    embedded_tile,
     load_angles,
     load_inverse_rms,
-    load_pairs,
+    load_rotary,
     normalized,
-    rotary_tile,
     store_rotated,
 )
 
@@ -46,6 +47,8 @@ def rotate_kernel(
     ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
     # how many of Q and K there are, whose heads stand one behind the other in x
     PARTS: tl.constexpr,
+    # what is done to a tile, see tiles.py
+    EMBED: tl.constexpr,
     # what is added to a head's mean square; None without a norm
     EPS: tl.constexpr,
     # rows of a tile, heads of a program
@@ -72,29 +75,30 @@ def rotate_kernel(
     group = tl.minimum(GROUP, HEADS - first_head)
     rows = tl.arange(0, BLOCK)
     mask = rows < tokens - first
-    cos_ptr += first * angle_stride
-    sin_ptr += first * angle_stride
+    cos_ptr, sin_ptr = angles_from(cos_ptr, sin_ptr, first * angle_stride, EMBED)
     x_ptr += first * x_stride + (part * HEADS + first_head) * x_head_stride
     out_ptr += first * out_stride + part * out_part_stride
     if EPS is not None and PARTS == 2:
         norm_ptr = tl.where(part == 0, norm_ptr, second_norm_ptr)
-    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
+    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM, EMBED)
     x_head = x_ptr
     for i in range(0, group):
         rotate_tile(
             x_head, x_stride, out_ptr, out_stride, norm_ptr,
             rows, mask, cos, sin, first_head + i, 0, MAIN,
-            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EPS,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED, EPS,
         )  # fmt: skip
         x_head += x_head_stride
     if TAIL > 0:
-        cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
+        cos, sin = load_angles(
+            cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM, EMBED
+        )
         x_head = x_ptr
         for i in range(0, group):
             rotate_tile(
                 x_head, x_stride, out_ptr, out_stride, norm_ptr,
                 rows, mask, cos, sin, first_head + i, MAIN, TAIL,
-                HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EPS,
+                HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED, EPS,
             )  # fmt: skip
             x_head += x_head_stride
 
@@ -103,10 +107,11 @@ def rotate_kernel(
 def rotate_tile(x_ptr, x_stride, out_ptr, out_stride, norm_ptr, rows, mask, cos, sin, head,
                 FIRST: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
                 HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-                MAIN: tl.constexpr, TAIL: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
+                MAIN: tl.constexpr, TAIL: tl.constexpr, EMBED: tl.constexpr,
+                EPS: tl.constexpr):  # fmt: skip
     """Rotate columns FIRST .. FIRST + WIDTH (in paired order) of one head; 0 past head_dim."""
-    pairs = load_pairs(x_ptr, x_stride, rows, mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
+    x = load_rotary(x_ptr, x_stride, rows, mask, 0, FIRST, WIDTH, 1, HEAD_DIM, ROTARY_DIM, EMBED)
     inverse = load_inverse_rms(x_ptr, x_stride, rows, mask, EPS, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
-    pairs = normalized(pairs, inverse, norm_ptr, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
-    y = rotary_tile(pairs, cos, sin, True, out_ptr.dtype.element_ty)
+    x = normalized(x, inverse, norm_ptr, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
+    y = embedded_tile(x, cos, sin, EMBED, out_ptr.dtype.element_ty)
     store_rotated(out_ptr, out_stride, rows, mask, y, head, HEADS, FIRST, WIDTH)

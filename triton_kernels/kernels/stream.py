@@ -10,13 +10,14 @@ import triton.language as tl
 
 from triton_kernels.kernels.softmax import reference_fits, visit_segment
 from triton_kernels.kernels.tiles import (
+    angles_from,
     cast,
+    embedded_tile,
     load_angles,
     load_columns,
     load_inverse_rms,
     load_rotary,
     normalized,
-    rotary_tile,
     sector_shift,
     segment_bounds,
     store_columns,
@@ -54,8 +55,9 @@ def stream_kernel(
     ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
     # heads of K and V, each of which serves as many of Q's
     K_HEADS: tl.constexpr,
-    # what is rotated here, and what is added to the mean squares of what is normalised here
-    ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
+    # what is done to Q and K here, see tiles.py, and what is added to the mean squares of what is
+    # normalised here
+    EMBED_Q: tl.constexpr, EMBED_K: tl.constexpr,
     Q_EPS: tl.constexpr, K_EPS: tl.constexpr,
     # online softmax for all rows: see is_online
     ONLINE: tl.constexpr,
@@ -85,26 +87,27 @@ def stream_kernel(
         lse_ptr += head.to(tl.int64) * tokens + first
 
     mask = token < block_end
-    q_cos_ptr = cos_ptr + first * angle_stride
-    q_sin_ptr = sin_ptr + first * angle_stride
-    cos, sin = load_angles(q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
+    q_cos_ptr, q_sin_ptr = angles_from(cos_ptr, sin_ptr, first * angle_stride, EMBED_Q)
+    cos, sin = load_angles(
+        q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM, EMBED_Q
+    )
     q = load_rotary(
-        q_ptr, q_stride, rows, mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+        q_ptr, q_stride, rows, mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, EMBED_Q
     )
     inverse = load_inverse_rms(q_ptr, q_stride, rows, mask, Q_EPS, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
     q = normalized(q, inverse, q_norm_ptr, 0, MAIN, HEAD_DIM, ROTARY_DIM)
-    q = rotary_tile(q, cos, sin, ROTATE_Q, dtype)  # [BLOCK, MAIN]
+    q = embedded_tile(q, cos, sin, EMBED_Q, dtype)  # [BLOCK, MAIN]
     q_tail = q  # stands in where there is no tail
     if TAIL > 0:
         cos, sin = load_angles(
-            q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
+            q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM, EMBED_Q
         )
         q_tail = load_rotary(
-            q_ptr, q_stride, rows, mask, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+            q_ptr, q_stride, rows, mask, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, EMBED_Q
         )
         q_tail = normalized(q_tail, inverse, q_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
-        q_tail = rotary_tile(q_tail, cos, sin, ROTATE_Q, dtype)  # [BLOCK, TAIL]
-    if ROTATE_Q and BLOCK >= 64:
+        q_tail = embedded_tile(q_tail, cos, sin, EMBED_Q, dtype)  # [BLOCK, TAIL]
+    if EMBED_Q is not None and BLOCK >= 64:
         # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared
         # memory but what was computed from registers, and then wait for each other. So the rotated
         # tile is written to the result, whose rows are this program's own, and loaded again.
@@ -130,7 +133,7 @@ def stream_kernel(
         k_ptr, v_ptr, out_ptr, lse_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
         k_stride, v_stride, angle_stride, out_stride, v_shift,
         first_segment, last_segment, block_start, token < block_end, q, q_tail, k_head,
-        K_HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE, SHORTEST,
+        K_HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K, BLOCK_K, ONLINE, SHORTEST,
     )  # fmt: skip
     if not ONLINE:
         # Rows that their reference does not fit, again. If there are none, for no segment: within a
@@ -141,7 +144,7 @@ def stream_kernel(
             k_stride, v_stride, angle_stride, out_stride, v_shift,
             first_segment, tl.where(are_misfits, last_segment, -1), block_start, misfits,
             q, q_tail, k_head,
-            K_HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, True, SHORTEST,
+            K_HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K, BLOCK_K, True, SHORTEST,
         )  # fmt: skip
 
     # Tokens of no segment.
@@ -165,7 +168,7 @@ def attend_segments(
     first_segment, last_segment, block_start, wanted, q, q_tail, head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr,
-    ROTATE_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr, SHORTEST: tl.constexpr,
+    EMBED_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr, SHORTEST: tl.constexpr,
 ):  # fmt: skip
     """Write the result of the wanted tokens; returns which have a segment, and which misfit."""
     dtype = out_ptr.dtype.element_ty
@@ -185,7 +188,7 @@ def attend_segments(
         row_max, row_sum, acc, acc_tail = visit_segment(
             k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
             start, keys, q, q_tail, head,
-            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K, BLOCK_K, ONLINE,
         )  # fmt: skip
         divisor = tl.where(row_sum == 0.0, 1.0, row_sum)  # 0: an empty segment
         rescale = (1.0 / divisor)[:, None]

@@ -84,6 +84,7 @@ class Serving(NamedTuple):
     shortest: int = 0  # of the stream kernel: shorter segments are another plan's
     shared: bool = False  # of the window kernel: longer segments, and padding, are another plan's
     keeps_lse: bool = False  # log-sum-exps are written, for a backward pass
+    embed: str = "rope"  # one of EMBEDDINGS
 
 
 def make_plan(
@@ -97,6 +98,7 @@ def make_plan(
     batch_invariant: bool = False,
     keeps_lse: bool = False,
     norms: Norms | None = None,
+    embed: str = "rope",
 ) -> Plan:
     """What is launched for a form of (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
 
@@ -111,7 +113,7 @@ def make_plan(
     if norms is not None:
         eps = tuple(None if weight is None else norms.eps for weight in norms[:2])
     if not batch_invariant:
-        serving = Serving(max_seqlen, keeps_lse=keeps_lse)
+        serving = Serving(max_seqlen, keeps_lse=keeps_lse, embed=embed)
         return _plan(form, at_16, is_behind, source, serving, scale, fuse, eps)
     *qkv, cos, _, _ = (TensorForm(*x) for x in form)
     limit = invariant_limit(qkv[0].dtype, qkv[0].shape[-1])
@@ -121,7 +123,7 @@ def make_plan(
 
     def plan(serving: Serving, auto: str) -> Plan:
         meant = auto if fuse == "auto" else fuse
-        serving = serving._replace(keeps_lse=keeps_lse)
+        serving = serving._replace(keeps_lse=keeps_lse, embed=embed)
         return _plan(form, at_16, is_behind, source, serving, scale, meant, eps)
 
     if not aligned:  # the window kernel takes no others
@@ -285,7 +287,8 @@ def _rotation(
     programs = triton.cdiv(tokens, launch.block) * parts * triton.cdiv(heads, launch.block_k)
     split = head_split(head_dim)
     constants = (
-        heads, head_dim, 2 * cos.shape[1], *split, aligned, angle_unit, parts, eps,
+        heads, head_dim, rotary_dim_of(cos, head_dim), *split, aligned, angle_unit, parts,
+        serving.embed, eps,
         launch.block, launch.block_k, can_warp_specialize(source),
     )  # fmt: skip
     call = make_call(rotate_kernel, programs, launch, (tokens, *strides), constants, x, aligned)
@@ -324,7 +327,7 @@ def _attention(
     tokens, k_heads, head_dim = x.shape
     aligned, angle_unit, strides = in_units(_strides(qkv), cos, at_16)
     segments = cu_seqlens.shape[0] - 1
-    max_seqlen, looked_up, shortest, shared, keeps_lse = serving
+    max_seqlen, looked_up, shortest, shared, keeps_lse, embed = serving
     shape = x.dtype, head_dim, max_seqlen, looked_up or tokens * heads
     split = head_split(head_dim)
     if (
@@ -353,8 +356,8 @@ def _attention(
     numbers = tokens, segments, scale * LOG2_E, *strides
     q_eps, k_eps = eps if fuse == "qk" else (eps[0] if fuse == "q" else None, None)
     constants = (
-        heads, head_dim, 2 * cos.shape[1], *split, aligned, angle_unit, k_heads,
-        fuse != "none", fuse == "qk", q_eps, k_eps, *blocks,
+        heads, head_dim, rotary_dim_of(cos, head_dim), *split, aligned, angle_unit, k_heads,
+        embed if fuse != "none" else None, embed if fuse == "qk" else None, q_eps, k_eps, *blocks,
     )  # fmt: skip
     return make_call(kernel, programs, launch, numbers, constants, x, aligned, keeps_lse)
 
@@ -370,6 +373,11 @@ def _head_tiles(qkv: Sequence[TensorForm], split: tuple[int, int]) -> tuple[Tile
         for i, (x, rows) in enumerate(zip(qkv, (HOPPER_ROWS, keys, keys), strict=True))
         for columns in (main, tail or main)
     )
+
+
+def rotary_dim_of(cos: TensorForm, head_dim: int) -> int:
+    """Columns of a head that have angles: all, if positions stand in place of cos."""
+    return 2 * cos.shape[1] if len(cos.shape) == 2 else head_dim
 
 
 def in_units(rows: list[int], cos: TensorForm, at_16: bool) -> tuple[bool, int, tuple[int, ...]]:
