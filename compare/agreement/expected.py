@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from compare.agreement.metrics import (
-    gradient_verdict,
     kernel_verdict,
     max_abs_error,
     relative_rms_error,
+    unfused_verdict,
 )
 from compare.agreement.oracle import (
     oracle,
@@ -82,9 +82,12 @@ class Expected:
     def _verdicts(self, output: torch.Tensor) -> list[Verdict]:
         if isinstance(self.unfused_error, tuple):
             errors = _errors_of_parts(output, self.exact)
-            return list(map(gradient_verdict, errors, self.unfused_error))
+            return list(map(unfused_verdict, errors, self.unfused_error))
         error = relative_rms_error(output, self.exact)
-        verdict = kernel_verdict(error, self.unfused_error, self.workload.dtype)
+        if self.workload.embedding == "rope":
+            verdict = kernel_verdict(error, self.unfused_error, self.workload.dtype)
+        else:
+            verdict = unfused_verdict(error, self.unfused_error)
         if self.absolute_limit == math.inf:
             return [verdict]
         largest = max_abs_error(output, self.exact)

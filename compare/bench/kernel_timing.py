@@ -144,7 +144,7 @@ def _time_torch(
         if not verdict.passed:
             return record
         addition = GraphTimer(add, expected.torch_arguments[:4], sets)
-        return replace(record, details=host_details(timer, addition))
+        return replace(record, details=record.details | host_details(timer, addition))
 
 
 def _time_jax(

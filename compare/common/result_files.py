@@ -26,10 +26,8 @@ _ALWAYS_WRITTEN = ("workload", "implementation", "median_us", "floor_us", "relat
 _WAY = {"fuse": str, "head_dim": int, "rotary_dim": int, "segment_length": int, "auto": str | None}
 _STRESS = {"tried": str, "cases": int, "findings": int, "passed": bool}
 _SCALE = {"gpus": int, "photographs": int, "cores": int}
-_EMBEDDED = {"angles": str}
 _OF_PART = {
     "fusion": _WAY,
-    "embeddings": _EMBEDDED,
     "scale": _SCALE,
     "stress": _STRESS,
     "trust": _STRESS,
