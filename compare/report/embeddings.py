@@ -388,4 +388,4 @@ def _gains(cell: Cell | None, told: _WriteUp) -> str:
 
 def _times_ms(cell: Cell | None, told: _WriteUp) -> str:
     times = [cell.time_us(twin, told.fuse, told.angles) for twin in KERNELS if cell]
-    return " / ".join(number(time and time / 1e3) for time in times) or "–"
+    return " / ".join(f"{time / 1e3:.3f}" if time else "–" for time in times) or "–"
