@@ -6,7 +6,8 @@
 # copy engine's accesses, which its descriptors bound, and the tensor cores' are no thread's.
 #
 #   tests/sanitize.sh [TOOL...]       PYTHON and COMPUTE_SANITIZER name the programs; with JOBS=8 as
-#                                     many suites run at once, each on a core
+#                                     many suites run at once, each on a core; with
+#                                     SUITES=test_gradients those alone whose files match it
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
@@ -24,7 +25,8 @@ attention='(TestKernel or TestContract or TestLengths) and (any_cu_seqlens or ev
 attention+=' or segments_of_every_kind or test_every_head_dim or (many_lengths and 80))'
 kernels='window|stream|hopper_stream|rotate|gated|gated_product|norm_scale'
 kernels+='|window_backward|stream_backward_q|stream_backward_kv'
-gradients='TestKernel and (any_cu_seqlens or as_exact or lengths_around or ends_of_their_dtype)'
+gradients='TestKernel and as_exact'
+bounds='TestKernel and (any_cu_seqlens or lengths_around or ends_of_their_dtype)'
 gated='TestGated and (oracles_rounded_once or one_kernel_is_the_oracles)'
 
 run() {  # a suite by a tool; prints when it is done, as several may run at once
@@ -51,7 +53,10 @@ run() {  # a suite by a tool; prints when it is done, as several may run at once
 suites=(
   "$attention: tests/triton_kernels/test_contract.py tests/triton_kernels/kernels/test_hopper_stream.py"
   "$attention: tests/pallas_kernels/test_contract.py tests/pallas_kernels/kernels/test_hopper_stream.py"
-  "$gradients: tests/triton_kernels/test_gradients.py tests/pallas_kernels/test_gradients.py"
+  "$gradients: tests/triton_kernels/test_gradients.py"
+  "$gradients: tests/pallas_kernels/test_gradients.py"
+  "$bounds: tests/triton_kernels/test_gradients.py"
+  "$bounds: tests/pallas_kernels/test_gradients.py"
   "$gated: tests/compare/torch_tower/test_gated.py tests/compare/torch_tower/test_gated_product.py"
   "$gated: tests/flax_models/test_gated.py tests/flax_models/test_gated_product.py"
 )
@@ -59,6 +64,7 @@ suites=(
 pids=()
 for tool in "$@"; do
   for suite in "${suites[@]}"; do
+    [[ ${suite##*: } =~ ${SUITES:-.} ]] || continue
     while (($(jobs -rp | wc -l) >= ${JOBS:-1})); do wait -n || :; done
     run "$tool" "$suite" &
     pids+=($!)
