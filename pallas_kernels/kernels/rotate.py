@@ -16,11 +16,12 @@ from pallas_kernels.kernels.tiles import (
     Rotated,
     Rows,
     Scalar,
+    embedded_tile,
     load_angles,
     load_inverse_rms,
-    load_pairs,
+    load_rotary,
     normalized,
-    rotary_tile,
+    rotary_dim_of,
     store_rotated,
 )
 
@@ -34,6 +35,8 @@ def rotate_kernel(
     first_part: int,
     # how a head is cut
     main: int, tail: int,
+    # what is done to a tile, see tiles.py
+    embed: str,
     # rows of a tile, heads of a program
     block: int, group: int,
     # what is added to mean squares
@@ -44,7 +47,7 @@ def rotate_kernel(
     One program for each (token block, part, group of heads).
     """
     tokens, _, heads, head_dim = x_ref.shape
-    rotary_dim = 2 * cos_ref.shape[1]
+    rotary_dim = rotary_dim_of(cos_ref, head_dim)
     parts, groups = out_ref.shape[1], pl.cdiv(heads, group)
     first = (pl.program_id(0) // groups // parts) * block
     part = pl.program_id(0) // groups % parts
@@ -53,14 +56,14 @@ def rotate_kernel(
     norm = Norm(norm_refs, part, norm_eps) if norm_refs else None
 
     def rotate_columns(first_column: int, width: int) -> None:
-        cos, sin = load_angles(cos_ref, sin_ref, rows, first_column, width, rotary_dim)
+        cos, sin = load_angles(cos_ref, sin_ref, rows, first_column, width, rotary_dim, embed)
 
         def rotate_head(i: Scalar, _: None) -> None:
             x = Head(x_ref, first_part + part, first_head + i)
-            pairs = load_pairs(x, rows, first_column, width, head_dim, rotary_dim)
+            tile = load_rotary(x, rows, first_column, width, rotary_dim, embed)
             inverse = load_inverse_rms(x, rows, norm, main, tail, head_dim, rotary_dim)
-            pairs = normalized(pairs, inverse, norm, first_column, width, head_dim, rotary_dim)
-            y = rotary_tile(pairs, cos, sin, True, out_ref.dtype)
+            tile = normalized(tile, inverse, norm, first_column, width, head_dim, rotary_dim)
+            y = embedded_tile(tile, cos, sin, embed, out_ref.dtype)
             out = Rotated(out_ref, part, first_head + i, heads)
             store_rotated(out, rows, y, first_column, width)
 

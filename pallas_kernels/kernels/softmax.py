@@ -16,17 +16,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kernels.tiles import (
+    Embedding,
     Head,
     Ref,
     Rotated,
     Rows,
     Scalar,
     dot,
+    embedded_tile,
     exp2,
     load_angles,
     load_columns,
     load_rotary,
-    rotary_tile,
+    rotary_dim_of,
 )
 
 # Of each query row over all keys: what was subtracted from its logits, the sum of probabilities,
@@ -55,7 +57,7 @@ def visit_segment(
     # the segment's first key, and how many it has
     start: Scalar, keys: Scalar,
     *,
-    main: int, tail: int, rotate_k: bool, block_k: int, online: bool, interpreted: bool,
+    main: int, tail: int, embed_k: Embedding, block_k: int, online: bool, interpreted: bool,
 ) -> Sums:  # fmt: skip
     """Over a segment's keys, for all query rows: sums of the probabilities, and of V by these."""
     block = q.shape[0]
@@ -68,22 +70,22 @@ def visit_segment(
     if not online:
         logits = key_logits(
             k_head, cos_ref, sin_ref, first_rows, q, q_tail, None,
-            main=main, tail=tail, rotate_k=rotate_k,
+            main=main, tail=tail, embed_k=embed_k,
         )  # fmt: skip
         row_max = reference_of(jnp.max(logits, axis=1), scale_log2)
 
     visit = functools.partial(
         visit_keys, k_head, v_head, cos_ref, sin_ref, v_shift, scale_log2, q, q_tail,
-        main=main, tail=tail, rotate_k=rotate_k, online=online, interpreted=interpreted,
+        main=main, tail=tail, embed_k=embed_k, online=online, interpreted=interpreted,
     )  # fmt: skip
     tail_product = functools.partial(
         add_tail_product, None, k_head, cos_ref, sin_ref, q_tail=q_tail,
-        main=main, tail=tail, rotate_k=rotate_k,
+        main=main, tail=tail, embed_k=embed_k,
     )  # fmt: skip
     # The product of the tail's columns is computed a block of keys ahead: issued behind those with
     # V, it is there when the next block's logits start from it. Rotating K and fp32 take the
     # registers that it needs.
-    ahead = tail > 0 and q.dtype != jnp.float32 and not rotate_k
+    ahead = tail > 0 and q.dtype != jnp.float32 and embed_k is None
 
     def visit_whole(_: Scalar, carried: tuple) -> tuple:
         first_key, tail_logits, state = carried
@@ -115,7 +117,7 @@ def visit_keys(
     # computed ahead); what is subtracted from each row's logits, and the sums so far
     q: jax.Array, q_tail: jax.Array | None, rows: Rows, tail_logits: jax.Array | None, state: tuple,
     *,
-    main: int, tail: int, rotate_k: bool, online: bool, interpreted: bool,
+    main: int, tail: int, embed_k: Embedding, online: bool, interpreted: bool,
 ) -> tuple:  # fmt: skip
     """Add one block of keys to the sums."""
     head_dim = v_head.ref.shape[-1]
@@ -126,7 +128,7 @@ def visit_keys(
         v = load_columns(v_head, rows, 0, main, head_dim, v_shift)  # [block_k, main]
     logits = key_logits(
         k_head, cos_ref, sin_ref, rows, q, q_tail, tail_logits,
-        main=main, tail=tail, rotate_k=rotate_k,
+        main=main, tail=tail, embed_k=embed_k,
     )  # fmt: skip
     if tail > 0:
         v = load_columns(v_head, rows, 0, main, head_dim, v_shift)  # [block_k, main]
@@ -156,17 +158,17 @@ def key_logits(
     k_head: Head | Rotated, cos_ref: Ref, sin_ref: Ref, rows: Rows,
     q: jax.Array, q_tail: jax.Array | None, tail_logits: jax.Array | None,
     *,
-    main: int, tail: int, rotate_k: bool,
+    main: int, tail: int, embed_k: Embedding,
 ) -> jax.Array:  # fmt: skip
     """The logits of one block of keys [block, block_k], not scaled; -inf where there is no key."""
-    rotary_dim = 2 * cos_ref.shape[1]
-    cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
-    k = load_rotary(k_head, rows, 0, main, rotary_dim, rotate_k)
-    k = rotary_tile(k, cos, sin, rotate_k)  # [block_k, main]
+    rotary_dim = rotary_dim_of(cos_ref, k_head.ref.shape[-1])
+    cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim, embed_k)
+    k = load_rotary(k_head, rows, 0, main, rotary_dim, embed_k)
+    k = embedded_tile(k, cos, sin, embed_k)  # [block_k, main]
     logits = dot(q, k.T, tail_logits)
     if tail > 0 and tail_logits is None:
         logits = add_tail_product(
-            logits, k_head, cos_ref, sin_ref, rows, q_tail, main=main, tail=tail, rotate_k=rotate_k
+            logits, k_head, cos_ref, sin_ref, rows, q_tail, main=main, tail=tail, embed_k=embed_k
         )
     return logits if rows.mask is None else jnp.where(rows.mask[None, :], logits, -jnp.inf)
 
@@ -175,13 +177,13 @@ def add_tail_product(
     logits: jax.Array | None, k_head: Head | Rotated, cos_ref: Ref, sin_ref: Ref, rows: Rows,
     q_tail: jax.Array,
     *,
-    main: int, tail: int, rotate_k: bool,
+    main: int, tail: int, embed_k: Embedding,
 ) -> jax.Array:  # fmt: skip
     """The tail columns' part of the logits [block, block_k], added to the others' (None: alone)."""
-    rotary_dim = 2 * cos_ref.shape[1]
-    cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
-    k_tail = load_rotary(k_head, rows, main, tail, rotary_dim, rotate_k)
-    k_tail = rotary_tile(k_tail, cos, sin, rotate_k)  # [block_k, tail]
+    rotary_dim = rotary_dim_of(cos_ref, k_head.ref.shape[-1])
+    cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim, embed_k)
+    k_tail = load_rotary(k_head, rows, main, tail, rotary_dim, embed_k)
+    k_tail = embedded_tile(k_tail, cos, sin, embed_k)  # [block_k, tail]
     return dot(q_tail, k_tail.T, logits)
 
 

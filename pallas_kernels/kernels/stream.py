@@ -14,19 +14,21 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.kernels.softmax import Sums, reference_fits, visit_segment
 from pallas_kernels.kernels.tiles import (
+    Embedding,
     Head,
     Norm,
     Ref,
     Rows,
     Scalar,
     barrier,
+    embedded_tile,
     load_angles,
     load_columns,
     load_inverse_rms,
     load_rotary,
     normalized,
+    rotary_dim_of,
     rotary_head,
-    rotary_tile,
     sector_shift,
     segment_bounds,
     store_columns,
@@ -50,8 +52,8 @@ def stream_kernel(
     scale_log2: float,
     # how a head is cut
     main: int, tail: int,
-    # what is rotated here
-    rotate_q: bool, rotate_k: bool,
+    # what is done to Q and K here, see tiles.py
+    embed_q: Embedding, embed_k: Embedding,
     # online softmax for all rows: see is_online
     online: bool,
     # rows of a query tile and of a key tile
@@ -65,7 +67,7 @@ def stream_kernel(
 ) -> None:  # fmt: skip
     """One program for each (head, token block); blocks run fastest and share the head's K and V."""
     tokens, _, heads, head_dim = out_ref.shape
-    rotary_dim = 2 * cos_ref.shape[1]
+    rotary_dim = rotary_dim_of(cos_ref, head_dim)
     segments = cu_seqlens_ref.shape[0] - 1
     blocks = pl.cdiv(tokens, block)
     head = pl.program_id(0) // blocks
@@ -76,25 +78,25 @@ def stream_kernel(
     q_part, k_part, v_part = parts
     k_heads = v_ref.shape[2]
     served_by = head if k_heads == heads else head // (heads // k_heads)
-    q_head = rotary_head(q_ref, q_part, head, heads, rotate_q)
-    k_head = rotary_head(k_ref, k_part, served_by, k_heads, rotate_k)
+    q_head = rotary_head(q_ref, q_part, head, heads, embed_q)
+    k_head = rotary_head(k_ref, k_part, served_by, k_heads, embed_k)
     v_head = Head(v_ref, v_part, served_by)
     out_head = Head(out_ref, 0, head)
     norm = None if q_norm_ref is None else Norm((q_norm_ref,), 0, norm_eps)
 
     rows = Rows(block_start, block, token < block_end)
-    cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
-    q = load_rotary(q_head, rows, 0, main, rotary_dim, rotate_q)
+    cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim, embed_q)
+    q = load_rotary(q_head, rows, 0, main, rotary_dim, embed_q)
     inverse = load_inverse_rms(q_head, rows, norm, main, tail, head_dim, rotary_dim)
     q = normalized(q, inverse, norm, 0, main, head_dim, rotary_dim)
-    q = rotary_tile(q, cos, sin, rotate_q, dtype)  # [block, main]
+    q = embedded_tile(q, cos, sin, embed_q, dtype)  # [block, main]
     q_tail = None
     if tail > 0:
-        cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
-        q_tail = load_rotary(q_head, rows, main, tail, rotary_dim, rotate_q)
+        cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim, embed_q)
+        q_tail = load_rotary(q_head, rows, main, tail, rotary_dim, embed_q)
         q_tail = normalized(q_tail, inverse, norm, main, tail, head_dim, rotary_dim)
-        q_tail = rotary_tile(q_tail, cos, sin, rotate_q, dtype)  # [block, tail]
-    if rotate_q and block >= 64:
+        q_tail = embedded_tile(q_tail, cos, sin, embed_q, dtype)  # [block, tail]
+    if embed_q is not None and block >= 64:
         # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared
         # memory but what was computed from registers, and then wait for each other. So the rotated
         # tile is written to the result, whose rows are this program's own, and loaded again.
@@ -113,7 +115,7 @@ def stream_kernel(
         v_shift = sector_shift(v_head)
     visit = functools.partial(
         visit_segment, k_head, v_head, cos_ref, sin_ref, v_shift, scale_log2, q, q_tail,
-        main=main, tail=tail, rotate_k=rotate_k, block_k=block_k, interpreted=interpreted,
+        main=main, tail=tail, embed_k=embed_k, block_k=block_k, interpreted=interpreted,
     )  # fmt: skip
 
     first_segment = jnp.maximum(last_start_at(cu_seqlens_ref, block_start, segments), 0)

@@ -28,6 +28,7 @@ from pallas_kernels.launching.choose import (
 )
 from pallas_kernels.launching.launch import run, run_all, run_hopper_stream
 from pallas_kernels.reference import normalize_reference
+from pallas_kernels.sinusoidal import cos_and_sin, frequency_steps
 
 LOG2_E = 1.4426950408889634
 
@@ -94,6 +95,7 @@ def _attend(
     fuse: str,
     interpret: bool,
     norm_eps: float,
+    embed: str,
     keeps_lse: bool = False,
     written: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, ...]:
@@ -104,6 +106,8 @@ def _attend(
     (q, k, v), (q_part, k_part, v_part) = operands(qkv)
     tokens, _, heads, head_dim = q.shape
     k_heads = k.shape[2]
+    if embed == "positions":
+        sin = jnp.asarray(frequency_steps(head_dim))  # behind positions, which are in cos' place
     if (
         fuse == "qk"
         and norms[1] is not None
@@ -121,7 +125,7 @@ def _attend(
         if HAVE_TRITON
         else rotate_by_xla
     )
-    rotated = functools.partial(rotate, cos=cos, sin=sin, rows=rows, norm_eps=norm_eps)
+    rotated = functools.partial(rotate, cos=cos, sin=sin, rows=rows, norm_eps=norm_eps, embed=embed)
     q_norm, k_norm = norms
     if fuse == "none" and len(qkv) == 1 and (q_norm is None) == (k_norm is None):
         q = k = rotated(q, q_part, 2, norms=norms)
@@ -137,14 +141,14 @@ def _attend(
         how = parts, scale_log2, guess, keeps_lse
         return run_hopper_stream(q, k, v, cu_seqlens, heads, *how)
     read = q, k, v, cos, sin, cu_seqlens, q_norm, k_norm
-    how = scale_log2, serving, fuse, norm_eps, interpret, keeps_lse, written
+    how = scale_log2, serving, fuse, norm_eps, interpret, keeps_lse, written, embed
     return _attention(read, heads, parts, *how)
 
 
 def rotate_by_kernel(
     x: jax.Array, first_part: int, parts: int,
     cos: jax.Array, sin: jax.Array, rows: int, norms: tuple[jax.Array | None, ...], norm_eps: float,
-    interpret: bool, looked_up: int | None = None,
+    interpret: bool, looked_up: int | None = None, embed: str = "rope",
 ) -> jax.Array:  # fmt: skip
     """So many parts of x rotated, [rows, parts, row] as the attention kernels read them.
 
@@ -155,7 +159,7 @@ def rotate_by_kernel(
     launch = find_launch("rotate", x.dtype, head_dim, 1, looked_up or tokens * heads)
     main, tail = head_split(head_dim)
     blocks = {"block": launch.block, "group": launch.block_k}
-    blocks |= {"norm_eps": norm_eps}
+    blocks |= {"norm_eps": norm_eps, "embed": embed}
     kernel = functools.partial(rotate_kernel, first_part=first_part, main=main, tail=tail, **blocks)
     weights = tuple(weight for weight in norms if weight is not None)
     programs = pl.cdiv(tokens, launch.block) * parts * pl.cdiv(heads, launch.block_k)
@@ -166,20 +170,27 @@ def rotate_by_kernel(
 def rotate_by_xla(
     x: jax.Array, first_part: int, parts: int,
     cos: jax.Array, sin: jax.Array, rows: int, norms: tuple[jax.Array | None, ...], norm_eps: float,
+    embed: str,
 ) -> jax.Array:  # fmt: skip
     """What `rotate_by_kernel` returns, where there is no Triton to write its kernel for."""
     (tokens, _, heads, head_dim), dtype = x.shape, x.dtype
+    if embed == "positions":
+        cos, sin = cos_and_sin(cos[:, None], *sin)
     half, rest = cos.shape[1], head_dim // 2 - cos.shape[1]
     x = x[:, first_part : first_part + parts]
     if norms[0] is not None:
         of_parts = zip(x.swapaxes(0, 1), norms, strict=True)
         x = jnp.stack([normalize_reference(*part, norm_eps) for part in of_parts], axis=1)
-    first, second, *passed = jnp.split(x, (half, 2 * half, 2 * half + rest), axis=-1)
-    pair = jnp.concatenate([first, passed[0]], -1), jnp.concatenate([second, passed[1]], -1)
-    angles = ((0, 0), (0, rest))  # dims that pass unrotated have angles of 0
-    cos = jnp.pad(cos, angles, constant_values=1)[:, None, None]
-    sin = jnp.pad(sin, angles)[:, None, None]
-    columns = jnp.stack(rotate_pairs(pair, cos, sin), axis=-1).reshape(x.shape).astype(dtype)
+    if embed == "rope":
+        first, second, *passed = jnp.split(x, (half, 2 * half, 2 * half + rest), axis=-1)
+        pair = jnp.concatenate([first, passed[0]], -1), jnp.concatenate([second, passed[1]], -1)
+        angles = ((0, 0), (0, rest))  # dims that pass unrotated have angles of 0
+        cos = jnp.pad(cos, angles, constant_values=1)[:, None, None]
+        sin = jnp.pad(sin, angles)[:, None, None]
+        columns = jnp.stack(rotate_pairs(pair, cos, sin), axis=-1).reshape(x.shape).astype(dtype)
+    else:
+        added = jnp.stack([sin, cos], axis=-1).reshape(tokens, 1, 1, head_dim)
+        columns = (x.astype(jnp.float32) + added).astype(dtype)
     main, tail = head_split(head_dim)
     columns = jnp.pad(columns, ((0, 0), (0, 0), (0, 0), (0, main + tail - head_dim)))
     tiles = [tile.reshape(tokens, parts, -1) for tile in jnp.split(columns, (main,), axis=-1)]
@@ -199,6 +210,7 @@ def _attention(
     interpret: bool,
     keeps_lse: bool,
     written: tuple[jax.Array, ...],
+    embed: str,
 ) -> tuple[jax.Array, ...]:
     """Attention that reads (q, k, v, cos, sin, cu_seqlens), of the first three one part each, and
     the norms of what is rotated here; q is of so many heads.
@@ -221,7 +233,8 @@ def _attention(
     main, tail = head_split(head_dim)
     kernel = functools.partial(
         kernel, parts=parts, scale_log2=scale_log2, main=main, tail=tail, block=launch.block,
-        rotate_q=fuse != "none", rotate_k=fuse == "qk", norm_eps=norm_eps, interpreted=interpret,
+        embed_q=embed if fuse != "none" else None, embed_k=embed if fuse == "qk" else None,
+        norm_eps=norm_eps, interpreted=interpret,
         **blocks,
     )  # fmt: skip
     results = [((tokens, 1, heads, head_dim), v.dtype)]
