@@ -23,6 +23,8 @@ from compare.workloads.kernels import KernelInputs, KernelWorkload
 # Of fp32 a product is three in bf16, which reach its error; tensor cores have nothing faster.
 _PRODUCTS = {"float32": 3}
 _EFFORT = Effort(samples=9, jax_sets=3, profiled_calls=20, thorough=False)
+# Bytes of qkv above which fewer sets of them do, as a call takes long: more would fill the GPU.
+_LARGE, _SETS_IF_LARGE = 1 << 27, 8
 _TOGETHER = 6  # workloads whose kernels are compiled at once, before any of them is timed
 
 
@@ -38,11 +40,6 @@ class Way:
     implementation: KernelImplementation
     fuse: str | None = None
     angles: str = TABLES
-
-    @property
-    def effort(self) -> Effort:
-        """How much time its timing is worth."""
-        return replace(_EFFORT, thorough=self.fuse == AUTO)
 
 
 Ways = Callable[[KernelWorkload], Sequence[Way]]
@@ -147,9 +144,12 @@ def _measure(
     if workload.dtype == "float32":
         # Who multiplies fp32 in three pieces of fewer bits is a peer as good as any other.
         of_peers = replace(expected, unfused_error=math.inf)
+    effort = _EFFORT
+    if inputs.qkv.nbytes > _LARGE:
+        effort = replace(effort, torch_sets=_SETS_IF_LARGE)
     for way in progress(ways, workload.name):
-        ours = way.implementation.ours
-        yield measure(way.implementation, expected if ours else of_peers, way.effort)
+        held_to = expected if way.implementation.ours else of_peers
+        yield measure(way.implementation, held_to, replace(effort, thorough=way.fuse == AUTO))
 
 
 def _described(record: Record, way: Way, workload: KernelWorkload, ceilings: Ceilings) -> Record:
@@ -158,10 +158,15 @@ def _described(record: Record, way: Way, workload: KernelWorkload, ceilings: Cei
     if way.angles == INSIDE:  # a position of 4 bytes in place of the tables' rows
         moved -= workload.tokens * (4 * workload.rotated_dims - 4)
     flops = _PRODUCTS.get(workload.dtype, 1) * workload.matrix_flops
+    # There are thousands, so what follows from the name or from other fields is not written.
+    largest = {k: v for k, v in record.details.items() if k == "max_abs_error"}
     return replace(
-        record.beside_floor(ceilings.kernel_floor_us(moved, flops)),
+        record,
+        floor_us=ceilings.kernel_floor_us(moved, flops),
         fuse=way.fuse,
-        details=record.details | {"angles": way.angles},
+        head_dim=None,
+        heads=None,
+        details=largest | {"angles": way.angles},
     )
 
 
@@ -181,7 +186,7 @@ def _print(workload: KernelWorkload, records: Sequence[Record]) -> None:
                 told(record),
                 number(record.median_us),
                 number(record.spread_us, 2),
-                f"{record.share_of_floor:.0%}",
+                f"{(record.floor_us or 0) / (record.median_us or 1):.0%}",
                 number(record.profiler_us),
                 number(record.relative_rms_error),
                 number(record.details.get("max_abs_error")),

@@ -5,6 +5,7 @@ when it is called; what would not be itself any more (it hands the call to SDPA,
 minutes to compile says so here.
 """
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -40,8 +41,8 @@ def sdpa_peers(embedding: Embedding) -> list[KernelImplementation]:
     }
     prepared = {
         SDPA: partial(_compiled, lambda _: scaled_dot_product_attention),
-        **{name: partial(_behind, partial(_backend, which)) for name, which in backends.items()},
         "FlexAttention": partial(_compiled, _flex),
+        **{name: partial(_behind, partial(_backend, which)) for name, which in backends.items()},
         "ffpa-attn": partial(_behind, _ffpa),
         "ffpa-attn CuTeDSL": partial(_behind, partial(_ffpa, backend="cutedsl")),
     }
@@ -63,7 +64,13 @@ def _behind(
 ) -> KernelCall:
     """The attention behind the compiled embedding."""
     attend = attention(workload)
-    return _call(workload, _fresh(_EMBEDDINGS[workload.embedding]), attend)
+    return _call(workload, _compiled_embedding(workload), attend)
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_embedding(workload: KernelWorkload) -> Rotation:
+    """One for all attentions that are called behind it on a workload."""
+    return _fresh(_EMBEDDINGS[workload.embedding])
 
 
 def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:

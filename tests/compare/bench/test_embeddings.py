@@ -16,6 +16,7 @@ from compare.bench import embeddings
 from compare.bench.ceilings import Ceilings
 from compare.bench.embeddings import Way, bench_embeddings, told
 from compare.common.errors import UnavailableError
+from compare.implementations import kernels
 from compare.implementations.kernels import INSIDE, TABLES, KernelImplementation
 from compare.implementations.peers_jax import jax_peers
 from compare.implementations.peers_sdpa import sdpa_peers
@@ -74,6 +75,30 @@ def test_oracle_and_peers_compute_the_operation(monkeypatch, embedding):
     assert all(verdict.passed for verdict in judged.values()), judged
     swapped = replace(expected.inputs, cos=expected.inputs.sin, sin=expected.inputs.cos)
     assert not expected.judge([oracle(swapped)]).passed
+
+
+@pytest.mark.parametrize("tables", [True, False])
+@pytest.mark.parametrize("twin", [kernels.triton, kernels.pallas])
+def test_ours_gets_tables_or_positions(monkeypatch, twin, tables):
+    """By the packages' references, whose kernels have tests of their own."""
+    attention, taken = kernels.our_attention, []
+
+    def reference(*arguments, **options):
+        attend = attention(*arguments, **options)
+        assert attend.keywords["fuse"] == "q"
+
+        def call(qkv, cos, sin, cu_seqlens, **positions):
+            taken.append((cos is None, sin is None, list(positions)))
+            keywords = positions | {"implementation": "reference"}
+            return attend(qkv, cos, sin, cu_seqlens, **keywords)
+
+        return call
+
+    monkeypatch.setattr(kernels, "our_attention", reference)
+    made = workload("sinusoidal", "fp32", SMALL)
+    expected = Expected.of(made)
+    assert expected.judge([run(twin("q", tables=tables), made, expected.inputs)]).passed
+    assert taken == [(False, False, []) if tables else (True, True, ["positions"])]
 
 
 def test_added_positions_are_those_of_the_formula():
@@ -154,6 +179,18 @@ def test_every_way_is_timed_beside_its_error(monkeypatch, capsys):
     assert measured[0][0].details["max_abs_error"] < 5e-5
     assert "max_abs_error" not in measured[1][0].details
     assert "triton auto, angles inside" in capsys.readouterr().out
+
+
+def test_large_inputs_have_fewer_sets(monkeypatch):
+    stand_in_clocks(monkeypatch)
+    sets = []
+    monkeypatch.setattr(embeddings, "measure", lambda _, __, effort: sets.append(effort.torch_sets))
+    made = workload("rope", "bf16", SMALL)
+    inputs = made.inputs()
+    for large in (inputs.qkv.nbytes - 1, inputs.qkv.nbytes):
+        monkeypatch.setattr(embeddings, "_LARGE", large)
+        list(embeddings._measure([way(4, "qk")], made, inputs))
+    assert sets == [8, 20]
 
 
 def test_errors_are_held_to_both_rules_and_a_peers_fp32_to_one(monkeypatch):
