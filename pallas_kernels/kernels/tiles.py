@@ -260,7 +260,8 @@ def load_angles(
     half_end = None if end is None else end // 2
     columns, column_mask = tile_columns(first // 2, width // 2, rotary_dim // 2, end=half_end)
     if embed == POSITIONS:
-        step, rest = (_load(sin_ref.at[i, columns], column_mask, 0)[None, :] for i in range(2))
+        rows_of_steps = (sin_ref.at[jnp.int32(i), columns] for i in range(2))
+        step, rest = (_load(x, column_mask, 0)[None, :] for x in rows_of_steps)
         position = _load(_row_window(cos_ref, rows), rows.mask, 0)[:, None]
         cos, sin = cos_and_sin(position, step, rest)
         if column_mask is not None:

@@ -45,6 +45,9 @@ def rotate_kernel(
     MAIN: tl.constexpr, TAIL: tl.constexpr,
     # strides of x and out come in units of 8 elements, else of 1; the angles' of ANGLE_UNIT
     ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
+    # columns of a chunk, of heads that no tile holds, each of which has a place of so many columns;
+    # None: the head's tiles
+    COLUMNS: tl.constexpr, HEAD_ROW: tl.constexpr,
     # how many of Q and K there are, whose heads stand one behind the other in x
     PARTS: tl.constexpr,
     # what is done to a tile, see tiles.py
@@ -58,7 +61,7 @@ def rotate_kernel(
 ):  # fmt: skip
     """Rotate into the paired order, and the places, that load_rotary reads from.
 
-    One program for each (token block, part, group of heads).
+    One program for each (token block, part, group of heads), of heads in chunks for each of these.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -69,9 +72,14 @@ def rotate_kernel(
     out_part_stride = out_part_stride.to(tl.int64) * UNIT
     angle_stride = angle_stride * ANGLE_UNIT
     GROUPS: tl.constexpr = tl.cdiv(HEADS, GROUP)
-    first = (tl.program_id(0) // GROUPS // PARTS).to(tl.int64) * BLOCK
-    part = tl.program_id(0) // GROUPS % PARTS
-    first_head = (tl.program_id(0) % GROUPS) * GROUP
+    program = tl.program_id(0)
+    CHUNKS: tl.constexpr = 1 if COLUMNS is None else HEAD_ROW // COLUMNS
+    if COLUMNS is not None:
+        first_column = program % CHUNKS * COLUMNS
+        program = program // CHUNKS
+    first = (program // GROUPS // PARTS).to(tl.int64) * BLOCK
+    part = program // GROUPS % PARTS
+    first_head = (program % GROUPS) * GROUP
     group = tl.minimum(GROUP, HEADS - first_head)
     rows = tl.arange(0, BLOCK)
     mask = rows < tokens - first
@@ -80,6 +88,21 @@ def rotate_kernel(
     out_ptr += first * out_stride + part * out_part_stride
     if EPS is not None and PARTS == 2:
         norm_ptr = tl.where(part == 0, norm_ptr, second_norm_ptr)
+    if COLUMNS is not None:
+        cos, sin = load_angles(
+            cos_ptr, sin_ptr, angle_stride, rows, mask, first_column, COLUMNS, ROTARY_DIM, EMBED,
+            HEAD_ROW,
+        )  # fmt: skip
+        for i in range(0, group):
+            x = load_rotary(
+                x_ptr, x_stride, rows, mask, 0, first_column, COLUMNS, 1, HEAD_DIM, ROTARY_DIM,
+                EMBED, HEAD_ROW,
+            )  # fmt: skip
+            y = embedded_tile(x, cos, sin, EMBED, out_ptr.dtype.element_ty)
+            place = out_ptr + (first_head + i) * HEAD_ROW
+            store_rotated(place, out_stride, rows, mask, y, 0, 1, first_column, COLUMNS)
+            x_ptr += x_head_stride
+        return
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM, EMBED)
     x_head = x_ptr
     for i in range(0, group):

@@ -23,6 +23,7 @@ from triton_kernels.kernels.tiles import (
     load_columns,
     load_rotary,
 )
+from triton_kernels.kernels.wide import add_products
 
 # Sums of a row that are kept apart until its last key: a tile's columns PARTS apart lie in one
 # thread's registers, and adding those up takes no exchange between threads. PARTS divides every
@@ -45,8 +46,11 @@ def visit_segment(
     k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
     # the segment's first key, and how many it has
     start, keys,
-    # the query tile, and which of so many heads of K it meets
-    q, q_tail, head,
+    # the query tile, and which of so many heads of K it meets; of heads in chunks where the BLOCK
+    # queries are, and the first column of V, of so many
+    q, q_tail, head, first_column,
+    END: tl.constexpr, COLUMNS: tl.constexpr, EMBED_Q: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr,
     EMBED_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr,
@@ -55,7 +59,6 @@ def visit_segment(
 
     The first returned is what was subtracted from a row's logits.
     """
-    BLOCK: tl.constexpr = q.shape[0]
     key_rows = tl.arange(0, BLOCK_K)
     first_key = start.to(tl.int64)
     k_ptr, v_ptr = k_ptr + first_key * k_stride, v_ptr + first_key * v_stride
@@ -70,7 +73,7 @@ def visit_segment(
     if not ONLINE:
         logits = key_logits(
             k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, key_rows, key_rows < keys,
-            q, q_tail, head, None,
+            q, q_tail, head, None, COLUMNS, EMBED_Q, PRECISION,
             HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K,
         )  # fmt: skip
         row_max = reference_of(tl.max(logits, 1), scale_log2)
@@ -78,7 +81,7 @@ def visit_segment(
     # The product of the tail's columns is computed a block of keys ahead: issued behind those with
     # V, it is there when the next block's logits start from it. Rotating K and fp32 take the
     # registers that it needs.
-    AHEAD: tl.constexpr = TAIL > 0 and q.dtype != tl.float32 and EMBED_K is None
+    AHEAD: tl.constexpr = COLUMNS is None and TAIL > 0 and q.dtype != tl.float32 and EMBED_K is None
     if AHEAD:
         tail_logits = add_tail_product(
             None, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, key_rows, key_rows < keys,
@@ -92,7 +95,7 @@ def visit_segment(
             k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
             key_rows, None,
             q, q_tail, head, tail_logits if AHEAD else None,
-            row_max, row_sums, acc, acc_tail,
+            row_max, row_sums, acc, acc_tail, first_column, END, COLUMNS, EMBED_Q, PRECISION,
             HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K, ONLINE,
         )  # fmt: skip
         k_ptr += k_step
@@ -109,6 +112,7 @@ def visit_segment(
             k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
             key_rows, key_rows < keys - whole,
             q, q_tail, head, None, row_max, row_sums, acc, acc_tail,
+            first_column, END, COLUMNS, EMBED_Q, PRECISION,
             HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K, ONLINE,
         )  # fmt: skip
     return row_max, tl.sum(row_sums, 1), acc, acc_tail
@@ -121,7 +125,8 @@ def visit_keys(
     rows, mask,
     # the query tile, and which of so many heads of K it meets; its tail columns' product with the
     # key tile's (None: not computed ahead), what is subtracted from each row's logits, and the sums
-    q, q_tail, head, tail_logits, row_max, row_sums, acc, acc_tail,
+    q, q_tail, head, tail_logits, row_max, row_sums, acc, acc_tail, first_column,
+    END: tl.constexpr, COLUMNS: tl.constexpr, EMBED_Q: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr, EMBED_K: tl.constexpr, ONLINE: tl.constexpr,
 ):  # fmt: skip
@@ -129,10 +134,12 @@ def visit_keys(
     # The products wait for their copies in the order of these loads. Two copies of K are through
     # before V is: if there is a tail, K comes first. Without one that loses.
     if TAIL == 0:
-        v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM, v_shift)  # [BLOCK_K, MAIN]
+        v = load_columns(
+            v_ptr, v_stride, rows, mask, first_column, MAIN, HEAD_DIM, v_shift, END
+        )  # [BLOCK_K, MAIN]
     logits = key_logits(
         k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
-        q, q_tail, head, tail_logits,
+        q, q_tail, head, tail_logits, COLUMNS, EMBED_Q, PRECISION,
         HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K,
     )  # fmt: skip
     if TAIL > 0:
@@ -151,7 +158,7 @@ def visit_keys(
     row_sums += tl.sum(parts, 1)
     p = cast(p, v.dtype)
 
-    acc = dot(p, v, acc)
+    acc = dot(p, v, acc, PRECISION)
     if TAIL > 0:
         acc_tail = dot(p, v_tail, acc_tail)
     return row_max, row_sums, acc, acc_tail
@@ -161,22 +168,34 @@ def visit_keys(
 def key_logits(
     k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
     q, q_tail, head, tail_logits,
+    COLUMNS: tl.constexpr, EMBED_Q: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr, EMBED_K: tl.constexpr,
 ):  # fmt: skip
     """The logits of one block of keys [BLOCK, BLOCK_K], not scaled; -inf where there is no key."""
-    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM, EMBED_K)
-    k = load_rotary(
-        k_ptr, k_stride, rows, mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, EMBED_K
-    )
-    k = embedded_tile(k, cos, sin, EMBED_K)  # [BLOCK_K, MAIN]
-    logits = dot(q, tl.trans(k), tail_logits)
-    if TAIL > 0 and tail_logits is None:
-        logits = add_tail_product(
-            logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
-            q_tail, head,
-            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K,
+    if COLUMNS is not None:
+        q_ptr, q_stride, q_cos_ptr, q_sin_ptr, q_rows, q_mask = q
+        logits = add_products(
+            tl.zeros([q_rows.shape[0], rows.shape[0]], tl.float32),
+            q_ptr, k_ptr, q_cos_ptr, q_sin_ptr, cos_ptr, sin_ptr,
+            q_stride, k_stride, angle_stride, q_rows, q_mask, rows, mask, 0, HEAD_DIM,
+            HEAD_DIM, ROTARY_DIM, COLUMNS, EMBED_Q, EMBED_K, PRECISION,
         )  # fmt: skip
+    else:
+        cos, sin = load_angles(
+            cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM, EMBED_K
+        )
+        k = load_rotary(
+            k_ptr, k_stride, rows, mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, EMBED_K
+        )
+        k = embedded_tile(k, cos, sin, EMBED_K)  # [BLOCK_K, MAIN]
+        logits = dot(q, tl.trans(k), tail_logits)
+        if TAIL > 0 and tail_logits is None:
+            logits = add_tail_product(
+                logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
+                q_tail, head,
+                HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K,
+            )  # fmt: skip
     return logits if mask is None else tl.where(mask[None, :], logits, -float("inf"))
 
 

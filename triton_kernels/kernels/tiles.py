@@ -30,12 +30,15 @@ POSITIONS = tl.constexpr("positions")
 
 
 @triton.jit
-def dot(a, b, acc=None):
-    """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32."""
+def dot(a, b, acc=None, PRECISION: tl.constexpr = "ieee"):
+    """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32.
+
+    PRECISION "tf32x3": by three products on tensor cores, of parts that add up to 22 bits.
+    """
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
