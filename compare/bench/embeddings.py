@@ -7,7 +7,7 @@ and by the profiler as well, which times both twins.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from compare.agreement.expected import Expected
 from compare.bench.ceilings import Ceilings
@@ -158,16 +158,18 @@ def _described(record: Record, way: Way, workload: KernelWorkload, ceilings: Cei
     if way.angles == INSIDE:  # a position of 4 bytes in place of the tables' rows
         moved -= workload.tokens * (4 * workload.rotated_dims - 4)
     flops = _PRODUCTS.get(workload.dtype, 1) * workload.matrix_flops
-    # There are thousands, so what follows from the name or from other fields is not written.
-    largest = {k: v for k, v in record.details.items() if k == "max_abs_error"}
-    return replace(
-        record,
-        floor_us=ceilings.kernel_floor_us(moved, flops),
-        fuse=way.fuse,
-        head_dim=None,
-        heads=None,
-        details=largest | {"angles": way.angles},
-    )
+    # There are thousands, so what follows from the name or from other fields is not written, nor
+    # digits that mean nothing.
+    numbers = asdict(record) | {"floor_us": ceilings.kernel_floor_us(moved, flops)}
+    short = {name: _short(value) for name, value in numbers.items() if isinstance(value, float)}
+    details: dict[str, str | float] = {"angles": way.angles}
+    if "max_abs_error" in record.details:
+        details["max_abs_error"] = _short(record.details["max_abs_error"])
+    return replace(record, **short, fuse=way.fuse, head_dim=None, heads=None, details=details)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.7g}")
 
 
 def told(record: Record) -> str:

@@ -63,6 +63,7 @@ def test_a_sinusoidal_table_is_of_places_within_a_segment():
 def test_oracle_and_peers_compute_the_operation(monkeypatch, embedding):
     """PyTorch's by those of SDPA's backends that there are; a table read wrongly is seen."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
     made = workload(embedding, "fp32", SMALL)
     expected = Expected.of(made)
     peers = [*sdpa_peers(embedding), *jax_peers(embedding)]
