@@ -22,19 +22,21 @@ from pallas_kernels.kernels.tiles import (
     load_rotary,
     normalized,
     rotary_dim_of,
+    store_columns,
     store_rotated,
 )
 
 
 def rotate_kernel(
-    # x is [tokens, parts, heads, head_dim], out [rows, parts that are rotated, row]; rows past the
-    # tokens are left; of each of these parts the weights of its norm, [head_dim], if there is one
+    # x is [tokens, parts, heads, head_dim], out [rows, parts that are rotated, row], of heads in
+    # chunks [rows, parts, heads, columns of whole chunks]; rows past the tokens are left; of each
+    # of these parts the weights of its norm, [head_dim], if there is one
     x_ref: Ref, cos_ref: Ref, sin_ref: Ref, norm_refs: tuple[Ref, ...], out_ref: Ref,
     *,
     # the first part of x that is rotated; as many are as out has
     first_part: int,
-    # how a head is cut
-    main: int, tail: int,
+    # how a head is cut; columns of a chunk, of heads that no tile holds, None: the head's tiles
+    main: int, tail: int, columns: int | None,
     # what is done to a tile, see tiles.py
     embed: str,
     # rows of a tile, heads of a program
@@ -44,16 +46,34 @@ def rotate_kernel(
 ) -> None:  # fmt: skip
     """Rotate into the paired order, and the places, that load_rotary reads from.
 
-    One program for each (token block, part, group of heads).
+    One program for each (token block, part, group of heads), of heads in chunks for each of these.
     """
     tokens, _, heads, head_dim = x_ref.shape
     rotary_dim = rotary_dim_of(cos_ref, head_dim)
     parts, groups = out_ref.shape[1], pl.cdiv(heads, group)
-    first = (pl.program_id(0) // groups // parts) * block
-    part = pl.program_id(0) // groups % parts
-    first_head = (pl.program_id(0) % groups) * group
+    program = pl.program_id(0)
+    if columns is not None:
+        row = out_ref.shape[-1]
+        chunk, program = program % (row // columns), program // (row // columns)
+    first = (program // groups // parts) * block
+    part = program // groups % parts
+    first_head = (program % groups) * group
     rows = Rows(first, block, jnp.arange(block, dtype=jnp.int32) < tokens - first)
     norm = Norm(norm_refs, part, norm_eps) if norm_refs else None
+
+    def rotate_chunk(i: Scalar, angles: tuple[jax.Array, jax.Array]) -> tuple:
+        x = Head(x_ref, first_part + part, first_head + i)
+        tile = load_rotary(x, rows, chunk * columns, columns, rotary_dim, embed, row)
+        y = embedded_tile(tile, *angles, embed, out_ref.dtype)
+        out = Head(out_ref, part, first_head + i)
+        store_columns(out, rows, y, chunk * columns, columns, row, end=row)
+        return angles
+
+    if columns is not None:
+        where = chunk * columns, columns, rotary_dim
+        angles = load_angles(cos_ref, sin_ref, rows, *where, embed, row)
+        jax.lax.fori_loop(0, jnp.minimum(group, heads - first_head), rotate_chunk, angles)
+        return
 
     def rotate_columns(first_column: int, width: int) -> None:
         cos, sin = load_angles(cos_ref, sin_ref, rows, first_column, width, rotary_dim, embed)

@@ -82,12 +82,19 @@ class Rows(NamedTuple):
     last: Scalar | None = None
 
 
-def dot(a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
-    """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32."""
+def dot(
+    a: jax.Array, b: jax.Array, acc: jax.Array | None = None, precision: str = "ieee"
+) -> jax.Array:
+    """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32.
+
+    precision "tf32x3": by three products on tensor cores, of parts that add up to 22 bits.
+    """
     # Never None, which would be whatever the program around the call has products be.
     is_single = a.dtype == jnp.float32
-    precision = jax.lax.Precision.HIGHEST if is_single else jax.lax.Precision.DEFAULT
-    product = jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+    how = jax.lax.Precision.HIGHEST if is_single else jax.lax.Precision.DEFAULT
+    if precision == "tf32x3":
+        how = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    product = jnp.dot(a, b, precision=how, preferred_element_type=jnp.float32)
     return product if acc is None else acc + product
 
 
@@ -209,6 +216,23 @@ def store_columns(
     plgpu.store(_window(x, rows, columns), tile, mask=tile_mask(rows, column_mask))
 
 
+def _half(first: Scalar) -> Scalar:
+    """Of a column, which is at least 0: `//` would tell the compiler less of its divisors."""
+    return first // 2 if isinstance(first, int) else jax.lax.div(first, jnp.int32(2))
+
+
+def store_partial(x_ref: Ref, pair: Scalar, split: Scalar, logits: jax.Array) -> None:
+    """Write a tile [block, block] to a [pairs, splits, block, block] ref."""
+    plgpu.store(x_ref.at[pair, split], logits)
+
+
+def load_partials(x_ref: Ref, pair: Scalar, first: Scalar, count: int, first_row: Scalar,
+                  rows: int) -> jax.Array:  # fmt: skip
+    """Some rows of the tiles of so many splits, [count, rows, block]."""
+    where = pl.ds(first, count), pl.ds(first_row, rows), pl.ds(0, x_ref.shape[-1])
+    return plgpu.load(x_ref.at[(pair, *where)])
+
+
 def load_numbers(x_ref: Ref, head: Scalar, rows: Rows, other: float) -> jax.Array:
     """A number for each row, of a [heads, tokens] ref; another where masked."""
     return _load(x_ref.at[head, pl.ds(rows.first, rows.count)], rows.mask, other)
@@ -258,7 +282,7 @@ def load_angles(
     if embed is None:
         return None, None
     half_end = None if end is None else end // 2
-    columns, column_mask = tile_columns(first // 2, width // 2, rotary_dim // 2, end=half_end)
+    columns, column_mask = tile_columns(_half(first), width // 2, rotary_dim // 2, end=half_end)
     if embed == POSITIONS:
         rows_of_steps = (sin_ref.at[jnp.int32(i), columns] for i in range(2))
         step, rest = (_load(x, column_mask, 0)[None, :] for x in rows_of_steps)
@@ -281,7 +305,7 @@ def load_pairs(x: Head, rows: Rows, first: Scalar, width: int, head_dim: int, ro
     end: as in load_columns.
     """
     half_end = None if end is None else end // 2
-    columns = first // 2, width // 2
+    columns = _half(first), width // 2
     column, partner, column_mask = pair_columns(*columns, head_dim, rotary_dim, half_end)
     mask = tile_mask(rows, column_mask)
     x1 = _load(_window(x, rows, column), mask, 0.0)
@@ -292,7 +316,7 @@ def load_pairs(x: Head, rows: Rows, first: Scalar, width: int, head_dim: int, ro
 def store_pairs(x: Head, rows: Rows, tile: Pair, first: int, width: int,
                 head_dim: int, rotary_dim: int) -> None:  # fmt: skip
     """The inverse of load_pairs."""
-    column, partner, column_mask = pair_columns(first // 2, width // 2, head_dim, rotary_dim)
+    column, partner, column_mask = pair_columns(_half(first), width // 2, head_dim, rotary_dim)
     mask = tile_mask(rows, column_mask)
     plgpu.store(_window(x, rows, column), tile[0], mask=mask)
     plgpu.store(_window(x, rows, partner), tile[1], mask=mask)
@@ -342,7 +366,7 @@ def normalized(x: Pair | jax.Array, inverse: jax.Array | None, norm: Norm | None
     """
     if norm is None:
         return x
-    *columns, mask = pair_columns(first // 2, width // 2, head_dim, rotary_dim)
+    *columns, mask = pair_columns(_half(first), width // 2, head_dim, rotary_dim)
 
     def weight(column: pl.Slice | jax.Array) -> jax.Array:
         loaded, *second = (_load(ref.at[column], mask, 0.0) for ref in norm.weights)
@@ -373,8 +397,12 @@ def store_rotated(x: Rotated, rows: Rows, tile: jax.Array, first: int, width: in
 
 
 def rotary_head(ref: Ref, part: int, head: Scalar, heads: int, embed: Embedding) -> Head | Rotated:
-    """What load_rotary takes: a head of the caller's if it is to be embedded, else one that is."""
-    return Rotated(ref, part, head, heads) if embed is None else Head(ref, part, head)
+    """What load_rotary takes: a head of the caller's if it is to be embedded, else one that is.
+
+    Embedded ones of wide heads have four axes, too.
+    """
+    is_row = embed is None and len(ref.shape) == 3
+    return Rotated(ref, part, head, heads) if is_row else Head(ref, part, head)
 
 
 def load_rotary(x: Head | Rotated, rows: Rows, first: Scalar, width: int, rotary_dim: int,
@@ -382,7 +410,7 @@ def load_rotary(x: Head | Rotated, rows: Rows, first: Scalar, width: int, rotary
     """What embedded_tile takes: the halves of what is rotated, the columns of what is added to; of
     what rotate_kernel has embedded the tile that it wrote. end: as in load_columns.
     """
-    if embed is None:
+    if isinstance(x, Rotated):
         columns = rotated_columns(x, first, width)
         return _load(_window(x, rows, columns), tile_mask(rows, None), 0.0)
     head_dim = x.ref.shape[-1]

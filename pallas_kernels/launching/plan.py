@@ -13,14 +13,19 @@ from pallas_kernels.kernels.rotate import rotate_kernel
 from pallas_kernels.kernels.softmax import is_online
 from pallas_kernels.kernels.stream import hoists, stream_kernel
 from pallas_kernels.kernels.tiles import rotate_pairs
+from pallas_kernels.kernels.wide import wide_kernel
 from pallas_kernels.kernels.window import window_kernel
 from pallas_kernels.launching.choose import (
     INVARIANT_LENGTH,
     INVARIANT_ROWS,
+    MIN_COLUMNS,
+    column_splits,
     find_launch,
     head_split,
     invariant_limit,
     is_warp_specialized,
+    is_wide,
+    precision,
     rotated_row,
     rows_of,
     tiles_fit,
@@ -70,6 +75,12 @@ def attend(
     if not batch_invariant:
         return _attend(*arrays, serving=Serving(max_seqlen), fuse=fuse, **options)
     v = arrays[0][-1]
+    if is_wide(v.shape[-1]):  # of which the programs that share one depend on sizes
+        serving, fuse = (
+            Serving(INVARIANT_LENGTH, INVARIANT_ROWS),
+            "none" if fuse == "auto" else fuse,
+        )
+        return _attend(*arrays, serving=serving, fuse=fuse, **options)
     limit = invariant_limit(v.dtype, v.shape[-1])
     short = Serving(limit, INVARIANT_ROWS, shared=max_seqlen > limit)
     short = functools.partial(
@@ -160,10 +171,14 @@ def rotate_by_kernel(
     main, tail = head_split(head_dim)
     blocks = {"block": launch.block, "group": launch.block_k}
     blocks |= {"norm_eps": norm_eps, "embed": embed}
-    kernel = functools.partial(rotate_kernel, first_part=first_part, main=main, tail=tail, **blocks)
+    blocks |= {"main": main, "tail": tail, "columns": launch.columns}
+    kernel = functools.partial(rotate_kernel, first_part=first_part, **blocks)
     weights = tuple(weight for weight in norms if weight is not None)
     programs = pl.cdiv(tokens, launch.block) * parts * pl.cdiv(heads, launch.block_k)
     shape = (rows, parts, rotated_row(heads, head_dim))
+    if launch.columns is not None:
+        row = rotated_row(1, head_dim, in_chunks=True)
+        programs, shape = programs * (row // launch.columns), (rows, parts, heads, row)
     return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin, weights))
 
 
@@ -222,6 +237,12 @@ def _attention(
     segments = cu_seqlens.shape[0] - 1
     max_seqlen, looked_up, shortest, shared = serving
     shape = v.dtype, head_dim, max_seqlen, looked_up or tokens * heads
+    products = "ieee" if interpret else precision(v.dtype)
+    if is_wide(head_dim) and max_seqlen <= window_limit(v.dtype, head_dim):
+        return _wide_attention(
+            read[:6], heads, parts, scale_log2, serving, fuse, interpret, embed, products
+        )
+    main, tail = head_split(head_dim)
     if max_seqlen <= window_limit(v.dtype, head_dim):
         launch = find_launch("window", *shape)
         kernel, programs, blocks = window_kernel, segments * heads, {"shared": shared}
@@ -230,7 +251,11 @@ def _attention(
         kernel, programs = stream_kernel, pl.cdiv(tokens, launch.block) * heads
         online = is_online(v.dtype, head_dim, max_seqlen)
         blocks = {"online": online, "block_k": launch.block_k, "shortest": shortest}
-    main, tail = head_split(head_dim)
+        blocks |= {"columns": launch.columns, "precision": "ieee"}
+        if launch.columns is not None:
+            main, tail = launch.out_columns, 0
+            programs *= pl.cdiv(head_dim, main)
+            blocks["precision"] = products
     kernel = functools.partial(
         kernel, parts=parts, scale_log2=scale_log2, main=main, tail=tail, block=launch.block,
         embed_q=embed if fuse != "none" else None, embed_k=embed if fuse == "qk" else None,
@@ -245,3 +270,42 @@ def _attention(
     how = launch, interpret, read, disable_licm, written
     out, *lse = run_all(kernel, programs, results, *how)
     return out[:, 0], *lse
+
+
+def _wide_attention(
+    read: tuple[jax.Array, ...],
+    heads: int,
+    parts: tuple[int, int, int],
+    scale_log2: float,
+    serving: Serving,
+    fuse: str,
+    interpret: bool,
+    embed: str,
+    products: str,
+) -> tuple[jax.Array]:
+    """Attention within short segments of wide heads; arguments as of `_attention`.
+
+    products: how fp32 is multiplied, see `tiles.dot`.
+    """
+    _, _, v, _, _, cu_seqlens = read
+    tokens, _, _, head_dim = v.shape
+    shape = v.dtype, head_dim, serving.max_seqlen, serving.rows or tokens * heads
+    launch = find_launch("wide", *shape)
+    pairs, block = (cu_seqlens.shape[0] - 1) * heads, launch.block
+    splits = column_splits(pairs, head_dim, launch.columns)
+    # Query rows of a program that adds up partial logits: few, as there are many to add.
+    rows = block if splits == 1 else MIN_COLUMNS
+    out_splits = pl.cdiv(splits, block // rows)
+    kernel = functools.partial(
+        wide_kernel, parts=parts, heads=heads, scale_log2=scale_log2, columns=launch.columns,
+        precision=products, embed_q=embed if fuse != "none" else None,
+        embed_k=embed if fuse == "qk" else None, block=block, splits=splits,
+        out_splits=out_splits, out_rows=rows, interpreted=interpret,
+    )  # fmt: skip
+    how, partial = (launch, interpret), None
+    if splits > 1:
+        first, written = functools.partial(kernel, is_first=True), (pairs, splits, block, block)
+        partial = run(first, pairs * splits, written, jnp.float32, *how, (*read, None))
+    last, programs = functools.partial(kernel, is_first=False), pairs * out_splits * (block // rows)
+    shape = tokens, 1, heads, head_dim
+    return (run(last, programs, shape, v.dtype, *how, (*read, partial))[:, 0],)

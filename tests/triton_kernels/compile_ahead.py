@@ -75,6 +75,7 @@ class Variant:
     offset: int = 0  # elements by which q, k and v miss their alignment
     k_heads: int | None = None  # K and V of so many, which are not packed with Q then
     norms: str = ""  # of which of q and k, as letters
+    embed: str = "rope"
 
     def __str__(self) -> str:
         parts = [f"sm_{self.arch}", str(self.head_dim), self.dtype, f"max {self.max_seqlen}"]
@@ -83,6 +84,7 @@ class Variant:
         parts += ["unaligned"] if self.offset else []
         parts += [f"{self.k_heads} key heads"] if self.k_heads else []
         parts += [f"norms of {self.norms}"] if self.norms else []
+        parts += [self.embed] if self.embed != "rope" else []
         return ", ".join(parts)
 
 
@@ -108,6 +110,11 @@ def every_variant(arch: int) -> list[Variant]:
         # Of more registers than there are, as 120 columns: without a bound ptxas may leave 32.
         Variant(arch, head_dim=168, dtype="float16", max_seqlen=512, fuse="qk", rotary_dim=42),
         Variant(arch, head_dim=208, dtype="float32", max_seqlen=STREAM, fuse="qk"),
+        Variant(arch, head_dim=2048, dtype="float32", max_seqlen=16, embed="positions"),
+        Variant(arch, head_dim=2048, max_seqlen=32, embed="sinusoidal"),
+        Variant(arch, head_dim=520, dtype="float32", max_seqlen=STREAM, fuse="qk"),
+        Variant(arch, head_dim=520, dtype="float16", max_seqlen=STREAM, fuse="qk"),
+        Variant(arch, head_dim=512, offset=1, fuse="qk"),
     ]
 
 
@@ -133,6 +140,13 @@ def usual_variants(arch: int) -> list[Variant]:
         Variant(arch, k_heads=8, norms="qk"),
         Variant(arch, max_seqlen=STREAM, fuse="q", k_heads=8, norms="qk"),
         Variant(arch, head_dim=64, max_seqlen=STREAM, norms="qk"),
+        Variant(arch, embed="sinusoidal"),
+        Variant(arch, embed="positions"),
+        Variant(arch, max_seqlen=STREAM, embed="positions"),
+        Variant(arch, head_dim=512, dtype="float32"),
+        Variant(arch, head_dim=512),
+        Variant(arch, head_dim=512, dtype="float32", max_seqlen=STREAM),
+        Variant(arch, head_dim=512, max_seqlen=STREAM),
     ]
 
 
@@ -184,11 +198,16 @@ def recording() -> Iterator[list[tuple[JITFunction, tuple, dict]]]:
 def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
     """What the operator would launch: kernels with their arguments."""
     dtype = getattr(torch, variant.dtype)
-    size = TOKENS * 3 * HEADS * variant.head_dim
+    is_wide = launch_module.is_wide(variant.head_dim)
+    # Of wide heads one, in one segment, so that programs share it.
+    heads, segments = (1, 1) if is_wide else (HEADS, SEGMENTS)
+    size = TOKENS * 3 * heads * variant.head_dim
     qkv = torch.empty(size + variant.offset, dtype=dtype)[variant.offset :]
-    qkv = qkv.view(TOKENS, 3, HEADS, variant.head_dim)
+    qkv = qkv.view(TOKENS, 3, heads, variant.head_dim)
     angles = torch.empty(TOKENS, (variant.rotary_dim or variant.head_dim) // 2)
-    cu_seqlens = torch.zeros(SEGMENTS + 1, dtype=torch.int32)
+    if variant.embed == "positions":
+        angles = torch.zeros(TOKENS, dtype=torch.int32)
+    cu_seqlens = torch.zeros(segments + 1, dtype=torch.int32)
     tensors, bound, scale = (qkv, angles, angles), variant.max_seqlen, 0.1
     arguments = *tensors, cu_seqlens, bound, scale, variant.fuse, "kernel", False
     weight = torch.empty(variant.head_dim, dtype=dtype)
@@ -206,13 +225,14 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
         mock.patch.object(launch_module, "gpu", return_value=GPUS.get(variant.arch)),
         mock.patch.object(attention, "INTERPRETED", True),  # it shall not mind the missing GPU
     ):
-        operator(*arguments, *norms)
+        operator(*arguments, *norms, embed=variant.embed)
         rotations = sum(x[0] is rotate_kernel for x in recorded)
         if recorded[-1][0].is_gluon():
             # The stream kernel, whose place is taken here, serves images of other sizes.
             with launch_module.launching_by(launch_module._PACKAGED, warp_specialized=False):
-                operator(*arguments, *norms)
-        further = variant.k_heads or variant.norms  # whose gradients take no other kernel
+                operator(*arguments, *norms, embed=variant.embed)
+        # Whose gradients take no other kernel, or none.
+        further = variant.k_heads or variant.norms or variant.embed != "rope" or is_wide
         if variant.fuse == "auto" and not further:
             grad, needed = torch.empty_like(qkv[:, 0]), [True, False, False]
             kept = []

@@ -102,28 +102,30 @@ def rotate_kernel(
             place = out_ptr + (first_head + i) * HEAD_ROW
             store_rotated(place, out_stride, rows, mask, y, 0, 1, first_column, COLUMNS)
             x_ptr += x_head_stride
-        return
-    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM, EMBED)
-    x_head = x_ptr
-    for i in range(0, group):
-        rotate_tile(
-            x_head, x_stride, out_ptr, out_stride, norm_ptr,
-            rows, mask, cos, sin, first_head + i, 0, MAIN,
-            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED, EPS,
-        )  # fmt: skip
-        x_head += x_head_stride
-    if TAIL > 0:
+    else:
         cos, sin = load_angles(
-            cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM, EMBED
+            cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM, EMBED
         )
         x_head = x_ptr
         for i in range(0, group):
             rotate_tile(
                 x_head, x_stride, out_ptr, out_stride, norm_ptr,
-                rows, mask, cos, sin, first_head + i, MAIN, TAIL,
+                rows, mask, cos, sin, first_head + i, 0, MAIN,
                 HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED, EPS,
             )  # fmt: skip
             x_head += x_head_stride
+        if TAIL > 0:
+            cos, sin = load_angles(
+                cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM, EMBED
+            )
+            x_head = x_ptr
+            for i in range(0, group):
+                rotate_tile(
+                    x_head, x_stride, out_ptr, out_stride, norm_ptr,
+                    rows, mask, cos, sin, first_head + i, MAIN, TAIL,
+                    HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED, EPS,
+                )  # fmt: skip
+                x_head += x_head_stride
 
 
 @triton.jit

@@ -135,7 +135,15 @@ def visit_keys(
     # before V is: if there is a tail, K comes first. Without one that loses.
     if TAIL == 0:
         v = load_columns(
-            v_ptr, v_stride, rows, mask, first_column, MAIN, HEAD_DIM, v_shift, END
+            v_ptr,
+            v_stride,
+            rows,
+            mask,
+            0 if first_column is None else first_column,
+            MAIN,
+            HEAD_DIM,
+            v_shift,
+            END,
         )  # [BLOCK_K, MAIN]
     logits = key_logits(
         k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,

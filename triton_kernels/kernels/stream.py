@@ -79,7 +79,7 @@ def stream_kernel(
     angle_stride = angle_stride * ANGLE_UNIT
     blocks = tl.cdiv(tokens, BLOCK)
     head = tl.program_id(0) // blocks
-    first_column = 0
+    first_column = None
     END: tl.constexpr = None if COLUMNS is None else tl.cdiv(HEAD_DIM, MAIN) * MAIN
     if COLUMNS is not None:
         first_column = head % (END // MAIN) * MAIN
@@ -171,7 +171,18 @@ def stream_kernel(
     if lse_ptr is not None:
         tl.store(lse_ptr + rows, tl.zeros([BLOCK], tl.float32), mask=mask)
     zeros = tl.zeros([BLOCK, MAIN], dtype)
-    store_columns(out_ptr, out_stride, rows, mask, zeros, first_column, MAIN, HEAD_DIM, None, END)
+    store_columns(
+        out_ptr,
+        out_stride,
+        rows,
+        mask,
+        zeros,
+        0 if first_column is None else first_column,
+        MAIN,
+        HEAD_DIM,
+        None,
+        END,
+    )
     if TAIL > 0:
         zeros = tl.zeros([BLOCK, TAIL], dtype)
         store_columns(out_ptr, out_stride, rows, mask, zeros, MAIN, TAIL, HEAD_DIM)
@@ -226,7 +237,16 @@ def attend_segments(
             tl.store(lse_ptr + rows, row_max * scale_log2 + tl.log2(divisor), mask=mask)
         out, out_tail = cast(out, dtype), cast(out_tail, dtype)
         store_columns(
-            out_ptr, out_stride, rows, mask, out, first_column, MAIN, HEAD_DIM, v_shift, END
+            out_ptr,
+            out_stride,
+            rows,
+            mask,
+            out,
+            0 if first_column is None else first_column,
+            MAIN,
+            HEAD_DIM,
+            v_shift,
+            END,
         )
         if TAIL > 0:
             store_columns(out_ptr, out_stride, rows, mask, out_tail, MAIN, TAIL, HEAD_DIM, v_shift)

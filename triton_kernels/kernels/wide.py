@@ -23,9 +23,6 @@ from triton_kernels.kernels.tiles import (
 )
 from triton_kernels.kernels.window import NUMBERS, POINTERS
 
-# Partial logits that are loaded at once.
-SUMMED: tl.constexpr = tl.constexpr(8)
-
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def wide_kernel(
@@ -104,51 +101,51 @@ def wide_kernel(
         if IS_FIRST:
             place = rows[:, None] * BLOCK + rows[None, :]
             tl.store(partial_ptr + share * (BLOCK * BLOCK) + place, logits)
-            return
     else:
         logits = added_partials(partial_ptr, block * ROWS, SPLITS, ROWS, BLOCK)
 
-    out_stride = HEADS * HEAD_DIM
-    out_ptr += head * HEAD_DIM
-    if fits:
-        v_ptr += first * v_stride + k_head.to(tl.int64) * v_head_stride * UNIT
-        dtype = out_ptr.dtype.element_ty
-        mask = rows < length
-        logits = tl.where(mask[None, :], logits, -float("inf"))
-        # The difference comes first: it is exactly 0 for the largest, however large that is.
-        p = tl.exp2((logits - tl.max(logits, 1)[:, None]) * scale_log2)
-        rescale = (1.0 / tl.sum(p, 1))[:, None]
-        p = cast(p, dtype)
-        out_rows = block * ROWS + tl.arange(0, ROWS)
-        segment_ptr = out_ptr + first * out_stride
-        END: tl.constexpr = CHUNKS * COLUMNS
-        for column in range(first_column, end_column, COLUMNS):
-            # V's rows past the end are masked, as its infinities would meet zeros.
-            v = load_columns(v_ptr, v_stride, rows, mask, column, COLUMNS, HEAD_DIM, None, END)
-            out = cast(dot(p, v, None, PRECISION) * rescale, dtype)
-            store_columns(
-                segment_ptr, out_stride, out_rows, out_rows < length, out,
-                column, COLUMNS, HEAD_DIM, None, END,
-            )  # fmt: skip
+    if not IS_FIRST:
+        out_stride = HEADS * HEAD_DIM
+        out_ptr += head * HEAD_DIM
+        if fits:
+            v_ptr += first * v_stride + k_head.to(tl.int64) * v_head_stride * UNIT
+            dtype = out_ptr.dtype.element_ty
+            mask = rows < length
+            logits = tl.where(mask[None, :], logits, -float("inf"))
+            # The difference comes first: it is exactly 0 for the largest, however large that is.
+            p = tl.exp2((logits - tl.max(logits, 1)[:, None]) * scale_log2)
+            rescale = (1.0 / tl.sum(p, 1))[:, None]
+            p = cast(p, dtype)
+            out_rows = block * ROWS + tl.arange(0, ROWS)
+            segment_ptr = out_ptr + first * out_stride
+            END: tl.constexpr = CHUNKS * COLUMNS
+            for column in range(first_column, end_column, COLUMNS):
+                # V's rows past the end are masked, as its infinities would meet zeros.
+                v = load_columns(v_ptr, v_stride, rows, mask, column, COLUMNS, HEAD_DIM, None, END)
+                out = cast(dot(p, v, None, PRECISION) * rescale, dtype)
+                store_columns(
+                    segment_ptr, out_stride, out_rows, out_rows < length, out,
+                    column, COLUMNS, HEAD_DIM, None, END,
+                )  # fmt: skip
 
-    # A segment that breaks the promise of max_seqlen must not pass for a result.
-    columns = first_column, end_column
-    if length > BLOCK:
+        # A segment that breaks the promise of max_seqlen must not pass for a result.
+        columns = first_column, end_column
+        if length > BLOCK:
+            fill_chunks(
+                out_ptr, start + block * ROWS, end, BLOCK, float("nan"), columns,
+                HEADS, HEAD_DIM, COLUMNS, ROWS,
+            )  # fmt: skip
+        # Each program clears its columns in a share of the tokens of no segment.
+        padding_end, padding_start = padding_bounds(cu_seqlens_ptr, segments, tokens)
+        cleared = segment * BLOCK + block * ROWS
         fill_chunks(
-            out_ptr, start + block * ROWS, end, BLOCK, float("nan"), columns,
+            out_ptr, cleared, padding_end, segments * BLOCK, 0.0, columns,
             HEADS, HEAD_DIM, COLUMNS, ROWS,
         )  # fmt: skip
-    # Each program clears its columns in a share of the tokens of no segment.
-    padding_end, padding_start = padding_bounds(cu_seqlens_ptr, segments, tokens)
-    cleared = segment * BLOCK + block * ROWS
-    fill_chunks(
-        out_ptr, cleared, padding_end, segments * BLOCK, 0.0, columns,
-        HEADS, HEAD_DIM, COLUMNS, ROWS,
-    )  # fmt: skip
-    fill_chunks(
-        out_ptr, padding_start + cleared, tokens, segments * BLOCK, 0.0, columns,
-        HEADS, HEAD_DIM, COLUMNS, ROWS,
-    )  # fmt: skip
+        fill_chunks(
+            out_ptr, padding_start + cleared, tokens, segments * BLOCK, 0.0, columns,
+            HEADS, HEAD_DIM, COLUMNS, ROWS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -194,13 +191,10 @@ def added_partials(partial_ptr, first_row, SPLITS: tl.constexpr, ROWS: tl.conste
     row = first_row + tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     logits = tl.zeros([ROWS, BLOCK], tl.float32)
+    SUMMED: tl.constexpr = 8 if SPLITS % 8 == 0 else 1  # that are loaded at once
     for i in range(0, SPLITS, SUMMED):
         split = i + tl.arange(0, SUMMED)[:, None, None]
-        found = tl.load(
-            partial_ptr + split * (BLOCK * BLOCK) + place[None, :, :],
-            mask=split < SPLITS,
-            other=0.0,
-        )
+        found = tl.load(partial_ptr + split * (BLOCK * BLOCK) + place[None, :, :])
         logits += tl.sum(found, 0)
     return logits
 

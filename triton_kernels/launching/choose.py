@@ -95,11 +95,12 @@ def column_splits(pairs: int, head_dim: int, columns: int) -> int:
     """Programs that share the columns of one of so many (segment, head) pairs of wide heads.
 
     One, unless that left a quarter of the multiprocessors idle; then as many as there are chunks
-    for, until all are busy.
+    for, until all are busy, and by eights, as so many partial logits are loaded at once.
     """
     if pairs >= 0.75 * _MULTIPROCESSORS:
         return 1
-    return min(triton.cdiv(head_dim, columns), triton.cdiv(_MULTIPROCESSORS, max(pairs, 1)))
+    splits = min(triton.cdiv(head_dim, columns), triton.cdiv(_MULTIPROCESSORS, max(pairs, 1)))
+    return splits if splits < 8 else splits // 8 * 8
 
 
 def window_limit(dtype: torch.dtype, head_dim: int) -> int:
