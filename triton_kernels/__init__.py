@@ -8,8 +8,9 @@
   (its gradients), `stream` (long segments: query blocks, and the segments that reach into them),
   `softmax` (its loop over a segment's keys), `stream_backward` (its gradients), `rotate` (rotation
   as a pass of its own), `wide` (short segments of heads that no tile holds), `tiles` (loading a
-  tile, and what is done to it). `hopper_stream`, `hopper_softmax`
-  and `hopper_tiles` are the warp-specialized form of these for long images on Hopper GPUs.
+  tile, and what is done to it). `hopper_stream`, `hopper_softmax`, `hopper_backward`,
+  `hopper_rotate_back` (what is written of gradients) and `hopper_tiles` are the warp-specialized
+  form of these for long images on Hopper GPUs.
   `rotate_in_order` rotates in front of a library's attention.
 - `launching`, from a call to its launches: `choose` (which kernel, which tiles, what
   `fuse="auto"` means) by the `table` in `launches.json`, `plan` (all launches of a call), `launch`

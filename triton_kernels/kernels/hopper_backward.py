@@ -406,7 +406,9 @@ def visit_queries(k, v, queries, cleared, clears, tile, tiles, first_queries, sc
                   GROUP: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """Over a segment's queries: gradients of a group's keys, rotated and not scaled, and of values.
 
-    Keys run along the rows. A tile's last products are computed together with the next's logits.
+    Keys run along the rows. A tile's last products are computed together with the next's logits,
+    and waited for before the loop goes back: of products in flight there, ptxas lets each wait for
+    the one before.
     """
     q_main, q_tail, grad_main, grad_tail, _, _, full, empty = queries
     k_acc, k_acc_tail = zero_sums(MAIN, TAIL)
