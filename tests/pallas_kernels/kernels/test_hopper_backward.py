@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as mosaic
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+import pallas_kernels
 from compare.stress.launched import WARP_SPECIALIZED_BACKWARD, in_jax
 from pallas_kernels.launching import backward, choose
 from pallas_kernels.launching.compile import HAVE_MOSAIC
@@ -81,6 +83,28 @@ def test_nor_do_other_gpus_and_one_line_turns_them_off(on, monkeypatch):
     assert not takes()
 
 
+@needs_mosaic
+def test_public_gradients_launch_them_under_shard_map_too(on):
+    on("9.0")
+    heads, everywhere = PartitionSpec(None, None, "x"), PartitionSpec()
+    attend = functools.partial(
+        pallas_kernels.fused_rope_attention_qkvpacked, max_seqlen=9216, implementation="kernel"
+    )
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    split = jax.shard_map(
+        attend, mesh=mesh,
+        in_specs=(heads, everywhere, everywhere, everywhere), out_specs=PartitionSpec(None, "x"),
+    )  # fmt: skip
+    angles = jax.ShapeDtypeStruct((9216, 40), jnp.float32)
+    qkv = jax.ShapeDtypeStruct((9216, 3, 32, 80), jnp.bfloat16)
+    cu_seqlens = jax.ShapeDtypeStruct((2,), jnp.int32)
+    for call in (attend, split):
+        gradient = jax.grad(lambda *x, call=call: call(*x).astype(jnp.float32).sum())
+        traced = jax.make_jaxpr(gradient)(qkv, angles, angles, cu_seqlens)
+        assert in_jax(traced, interpreted=False) >= {*WARP_SPECIALIZED_BACKWARD, "rotate_back"}
+        assert traced.out_avals[0].shape == qkv.shape
+
+
 @pytest.fixture(scope="module")
 def forced():
     """Every gradient that they are made for takes them, however small the call."""
@@ -132,6 +156,7 @@ class TestGradients(Forced, HopperGradientContract):
 # One shape for each width, as the interpreter compiles them for minutes. Segments that meet within
 # a group of warps, whole and masked tiles, an empty one, one of a token, and padding.
 @needs_mosaic
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, of NaN
 @pytest.mark.skipif(not ON_CPU, reason="the classes above run all of it")
 class TestInTheInterpreter(Forced):
     @pytest.mark.parametrize(
