@@ -25,11 +25,11 @@ attention='(TestKernel or TestContract or TestLengths) and (any_cu_seqlens or ev
 attention+=' or segments_of_every_kind or test_every_head_dim or (many_lengths and 80))'
 kernels='window|stream|hopper_stream|rotate|gated|gated_product|norm_scale'
 kernels+='|window_backward|stream_backward_q|stream_backward_kv|hopper_backward_q|hopper_backward_kv'
-kernels+='|rotate_back'
 gradients='TestKernel and as_exact'
 bounds='TestKernel and (any_cu_seqlens or lengths_around or ends_of_their_dtype)'
 specialized='TestGradients and (as_exact or any_segments or (many_lengths and 80))'
 gated='TestGated and (oracles_rounded_once or one_kernel_is_the_oracles)'
+kernels+='|rotate_back'
 
 run() {  # a suite by a tool; prints when it is done, as several may run at once
   local tool=$1 selected=${2%: *} files options log status=0
@@ -60,9 +60,9 @@ suites=(
   "$bounds: tests/triton_kernels/test_gradients.py"
   "$specialized: tests/triton_kernels/kernels/test_hopper_backward.py"
   "$bounds: tests/pallas_kernels/test_gradients.py"
-  "$specialized: tests/pallas_kernels/kernels/test_hopper_backward.py"
   "$gated: tests/compare/torch_tower/test_gated.py tests/compare/torch_tower/test_gated_product.py"
   "$gated: tests/flax_models/test_gated.py tests/flax_models/test_gated_product.py"
+  "$specialized: tests/pallas_kernels/kernels/test_hopper_backward.py"
 )
 [[ $# -gt 0 ]] || set -- memcheck racecheck initcheck
 pids=()

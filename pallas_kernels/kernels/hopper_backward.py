@@ -452,6 +452,10 @@ def multiply(acc_ref: Ref, a: jax.Array, a_tile: Ref | None, b_tile: Ref) -> Non
     """Start adding the product of what is in registers and a tile."""
     if a_tile is not None:
         a_tile[...] = a
+        # To the interpreter a number that was read may still be read when its stage is loaded anew,
+        # unless there is a fence. As in FlashAttention-3 a GPU goes without: it has waited for what
+        # the number was needed for.
+        mosaic.commit_smem()
         a = a_tile
     mosaic.wgmma(acc_ref, a, b_tile)
 

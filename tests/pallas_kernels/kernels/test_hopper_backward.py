@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as mosaic
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+import pallas_kernels
 from compare.stress.launched import WARP_SPECIALIZED_BACKWARD, in_jax
 from pallas_kernels.launching import backward, choose
 from pallas_kernels.launching.compile import HAVE_MOSAIC
 from pallas_kernels.launching.hopper_backward import hopper_gradients
 from pallas_kernels.launching.table import Table
 from tests.hopper_contract import HopperGradientContract
-from tests.kernel_cases import assert_accurate_gradients, make_case
+from tests.kernel_cases import assert_accurate_gradients, make_case, relative_rms
 from tests.kernel_gradient_contract import KernelGradientContract, weights_for
 from tests.pallas_kernels.adapter import ON_CPU
 from tests.pallas_kernels.kernels.test_hopper_stream import matmul_in_fp64
@@ -81,6 +83,28 @@ def test_nor_do_other_gpus_and_one_line_turns_them_off(on, monkeypatch):
     assert not takes()
 
 
+@needs_mosaic
+def test_public_gradients_launch_them_under_shard_map_too(on):
+    on("9.0")
+    heads, everywhere = PartitionSpec(None, None, "x"), PartitionSpec()
+    attend = functools.partial(
+        pallas_kernels.fused_rope_attention_qkvpacked, max_seqlen=9216, implementation="kernel"
+    )
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    split = jax.shard_map(
+        attend, mesh=mesh,
+        in_specs=(heads, everywhere, everywhere, everywhere), out_specs=PartitionSpec(None, "x"),
+    )  # fmt: skip
+    angles = jax.ShapeDtypeStruct((9216, 40), jnp.float32)
+    qkv = jax.ShapeDtypeStruct((9216, 3, 32, 80), jnp.bfloat16)
+    cu_seqlens = jax.ShapeDtypeStruct((2,), jnp.int32)
+    for call in (attend, split):
+        gradient = jax.grad(lambda *x, call=call: call(*x).astype(jnp.float32).sum())
+        traced = jax.make_jaxpr(gradient)(qkv, angles, angles, cu_seqlens)
+        assert in_jax(traced, interpreted=False) >= {*WARP_SPECIALIZED_BACKWARD, "rotate_back"}
+        assert traced.out_avals[0].shape == qkv.shape
+
+
 @pytest.fixture(scope="module")
 def forced():
     """Every gradient that they are made for takes them, however small the call."""
@@ -129,49 +153,36 @@ class TestGradients(Forced, HopperGradientContract):
     pass
 
 
-# One shape for each width, as the interpreter compiles them for minutes. Segments that meet within
-# a group of warps, whole and masked tiles, an empty one, one of a token, and padding.
 @needs_mosaic
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, of NaN
 @pytest.mark.skipif(not ON_CPU, reason="the classes above run all of it")
 class TestInTheInterpreter(Forced):
-    @pytest.mark.parametrize(
-        ("head_dim", "rotary_dim", "packed"), [(72, 36, False), (80, None, True), (128, None, True)]
-    )
-    def test_gradients(self, head_dim, rotary_dim, packed):
-        """NaN in one segment reaches no other; none is in padding."""
-        sizes = {"head_dim": head_dim, "rotary_dim": rotary_dim, "heads": 1 if packed else 2}
-        case = make_case((130, 1, 0, 20, 42), leading=3, trailing=6, **sizes)
-        weights = weights_for(case)
-        weights[case.padding] = np.nan
-        options = {"packed": packed, "angles": False, "max_seqlen": 1024}
-        found = self.gradients(case, weights, **options)
-        found = np.moveaxis(found[0], 1, 0) if packed else found
-        assert all((x[case.padding] == 0).all() for x in found)
-        assert_accurate_gradients(found, case, weights)
-        if packed:
-            broken = slice(*case.segments[3])
-            weights[broken] = np.inf
-            case.qkv[broken] = np.nan
-            [again] = self.gradients(case, weights, **options)
-            for x, y in zip(np.moveaxis(again, 1, 0), found, strict=True):
-                assert np.isnan(x[broken].astype(np.float32)).any()
-                for segment in (slice(broken.start), slice(broken.stop, None)):
-                    # Rows of the forward pass beside what is no number may round otherwise.
-                    assert np.abs(x[segment].astype(np.float32) - y[segment]).max() < 0.05
-
-    def test_groups_of_warps_do_not_race(self, monkeypatch):
-        """Loads, products and stores, as the interpreter orders them by the barriers alone."""
+    def test_gradients(self, monkeypatch):
+        """Of segments that meet within a group of warps, whole and masked tiles, an empty one, one
+        of a token, and padding. NaN in one segment reaches no other. Loads, products and stores are
+        ordered by the barriers alone.
+        """
         from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
         params = functools.partial(mosaic.InterpretGPUParams, detect_races=True)
         monkeypatch.setattr(mosaic, "InterpretGPUParams", params)
         forget()
-        case = make_case((150, 40), heads=1, leading=3, trailing=3)
+        case = make_case((130, 1, 0, 20, 42), head_dim=80, heads=1, leading=3, trailing=6)
         weights = weights_for(case)
+        weights[case.padding] = np.nan
         options = {"packed": True, "angles": False, "max_seqlen": 1024}
         [found] = self.gradients(case, weights, **options)
+        assert (found[case.padding] == 0).all()
         assert_accurate_gradients(np.moveaxis(found, 1, 0), case, weights)
         assert not interpret_pallas_call.get_races().races_found
+        broken = slice(*case.segments[3])
+        weights[broken] = np.inf
+        case.qkv[broken] = np.nan
+        [again] = self.gradients(case, weights, **options)
+        assert np.isnan(again[broken].astype(np.float32)).any()
+        for segment in (slice(broken.start), slice(broken.stop, None)):
+            # Rows of the forward pass beside what is no number may round otherwise.
+            assert relative_rms(again[segment], found[segment]) < 1e-2
 
 
 def lowered(tokens, heads, head_dim, packed=True):
@@ -194,7 +205,7 @@ def lowered(tokens, heads, head_dim, packed=True):
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("tokens", "head_dim", "packed"),
-    [(1024, 72, True), (9216, 80, True), (9213, 96, False), (128, 112, False), (1024, 128, True)],
+    [(1024, 72, True), (9213, 96, False), (1024, 128, True)],
 )
 def test_what_fits_lowers_for_a_gpu(tokens, head_dim, packed):
     module, program = lowered(tokens, 15, head_dim, packed)
