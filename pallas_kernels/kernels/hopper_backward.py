@@ -87,13 +87,6 @@ class Ring(NamedTuple):
         return self.operands[0].tiles[0].shape[0]
 
 
-class Block(NamedTuple):
-    """What a program is for: a head, and the segments that its block of rows meets."""
-
-    head: Scalar
-    visited: Visited
-
-
 def hopper_backward_q_kernel(
     # rotated q and k [rows, parts * heads * row], v, the result and its gradient
     # [rows, parts * heads * columns], with rows by eights; the log-sum-exp of each row, in powers
@@ -122,8 +115,7 @@ def hopper_backward_q_kernel(
     max_seqlen: int, tokens: int, heads: int, by_one_warp: bool, ahead: bool,
 ) -> None:  # fmt: skip
     """One program for each (head, block of queries); blocks run fastest and share K and V."""
-    block = block_of(cu_seqlens_ref, tokens, max_seqlen)
-    head, visited = block
+    head, visited = block_of(cu_seqlens_ref, tokens, max_seqlen)
     place = functools.partial(place_of, head=head, heads=heads)
     q_part, k_part, v_part = parts
     kept = (
@@ -199,8 +191,7 @@ def hopper_backward_kv_kernel(
     max_seqlen: int, tokens: int, heads: int, by_one_warp: bool, ahead: bool,
 ) -> None:  # fmt: skip
     """One program for each (head, block of keys); blocks run fastest and share Q and dO."""
-    block = block_of(cu_seqlens_ref, tokens, max_seqlen)
-    head, visited = block
+    head, visited = block_of(cu_seqlens_ref, tokens, max_seqlen)
     place = functools.partial(place_of, head=head, heads=heads)
     q_part, k_part, v_part = parts
     kept = (
@@ -266,15 +257,15 @@ def hopper_backward_kv_kernel(
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def block_of(cu_seqlens_ref: Ref, tokens: int, max_seqlen: int) -> Block:
-    """The program's, of all heads' blocks."""
+def block_of(cu_seqlens_ref: Ref, tokens: int, max_seqlen: int) -> tuple[Scalar, Visited]:
+    """What a program is for: a head, and the segments that its block of rows meets."""
     blocks = pl.cdiv(tokens, BLOCK)
     program = lax.axis_index("program")
     block_start = lax.rem(program, blocks) * BLOCK
     block_end = jnp.minimum(block_start + BLOCK, tokens)
     segments = cu_seqlens_ref.shape[0] - 1
     met = segments_of(cu_seqlens_ref, block_start, block_end, segments, max_seqlen)
-    return Block(lax.div(program, blocks), Visited(cu_seqlens_ref, tokens, *met, block_start))
+    return lax.div(program, blocks), Visited(cu_seqlens_ref, tokens, *met, block_start)
 
 
 def place_of(
