@@ -50,9 +50,10 @@ test: setup
 sanitize: setup
 	PYTHON=$(BIN)/python tests/sanitize.sh
 
-# What is NumPy alone has been tested without it.
+# What is NumPy alone, or reads and writes files, has been tested without it.
+WITHOUT_JAX := common ray_data test_cli.py test_strangers.py
 test-newest-jax: $(NEWEST_VENV)/installed
-	$(NEWEST_VENV)/bin/python $(PYTEST) tests/pallas_kernels tests/flax_models --ignore tests/flax_models/common
+	$(NEWEST_VENV)/bin/python $(PYTEST) tests/pallas_kernels tests/flax_models $(WITHOUT_JAX:%=--ignore tests/flax_models/%)
 
 $(NEWEST_VENV)/installed: pyproject.toml Makefile
 	test -x $(NEWEST_VENV)/bin/python || $(NEWEST_PYTHON) -m venv $(NEWEST_VENV)

@@ -68,6 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     add("agreement", commands.run_agreement, "do kernels and towers agree?")
     kernels = add("kernels", commands.run_kernels, "time the kernels and their peers")
     add("fusion", commands.run_fusion, "time every way of fusing, over segment lengths")
+    embeddings = add(
+        "embeddings",
+        commands.run_embeddings,
+        "time rotated and added positions in every way, over heads of 64 to 16,384 columns",
+    )
     invariance = add(
         "invariance", commands.run_invariance, "time batch-invariant calls beside the usual ones"
     )
@@ -98,14 +103,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="so many in the folder (default: %(default)s)",
     )
-    timed = (kernels, invariance, training, towers, integration, vllm, scale)
+    timed = (kernels, embeddings, invariance, training, towers, integration, vllm, scale)
     for part in timed:
         part.add_argument(
             "--workload",
             action="append",
             metavar="NAME",
-            help="measure on this workload only; may be given several times. Without --json or "
-            "--results nothing is kept then, so that the file of a whole run stays",
+            help="measure on this workload only, or on those that match a pattern such as "
+            "'windows-*'; may be given several times. Without --json or --results nothing is kept "
+            "then, so that the file of a whole run stays",
         )
     for part in (*timed, tune):
         part.add_argument(

@@ -19,6 +19,7 @@ from compare.common.console import say
 from compare.common.errors import InputError
 from compare.common.result_files import Record
 from compare.report.report import REPORT, read_readme, update_readme, write_report
+from compare.workloads.embeddings import EMBEDDING_WORKLOADS
 from compare.workloads.kernels import KERNEL_WORKLOADS, TRAINING_WORKLOADS, choose
 from compare.workloads.scale import SCALE_WORKLOADS, Sizes
 from compare.workloads.towers import (
@@ -80,6 +81,17 @@ def run_fusion(options: Namespace) -> int:
 
     limits = ceilings.measure()
     return _keep(options, path, measure_fusion(limits), limits)
+
+
+def run_embeddings(options: Namespace) -> int:
+    """Time rotated and added positions in every way, over heads of 64 to 16,384 columns."""
+    workloads = choose(EMBEDDING_WORKLOADS, options.workload)
+    path = _benchmark_path(options)
+    from compare.bench import ceilings
+    from compare.bench.embeddings import bench_embeddings
+
+    limits = ceilings.measure()
+    return _keep(options, path, bench_embeddings(workloads, limits), limits)
 
 
 def run_invariance(options: Namespace) -> int:

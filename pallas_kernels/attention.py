@@ -8,9 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.checks import NO_NORMS, NORM_EPS, Norms, check_arguments
+from pallas_kernels.checks import (
+    NO_NORMS,
+    NORM_EPS,
+    Norms,
+    check_arguments,
+    check_position_values,
+    check_tables_or_positions,
+)
 from pallas_kernels.kernels.dialect import HAVE_TRITON, without_triton
-from pallas_kernels.launching.backward import attention_gradients, needs_lse
+from pallas_kernels.launching.backward import (
+    attention_gradients,
+    has_gradient_kernels,
+    needs_lse,
+)
 from pallas_kernels.launching.choose import auto_fuse, has_kernel
 from pallas_kernels.launching.devices import have_tensor_cores, warn_without_triton
 from pallas_kernels.launching.plan import attend, operands
@@ -45,9 +56,9 @@ def fused_rope_attention(
     """Attention within segments, with the rotary embedding of Q and K inside the kernel.
 
     Args:
-        q, k, v: [tokens, heads, head_dim], bf16, fp16 or fp32; head_dim a multiple of 8 up to 256.
-            k and v may have fewer heads, which divide q's: each serves as many neighbours among
-            these (grouped queries).
+        q, k, v: [tokens, heads, head_dim], bf16, fp16 or fp32; head_dim a multiple of 8 up to
+            16,384. k and v may have fewer heads, which divide q's: each serves as many neighbours
+            among these (grouped queries).
         cos, sin: [tokens, rotary_dim / 2] fp32, the angles of each token, applied in the split-half
             (NeoX) form. Dims of a head behind rotary_dim pass unrotated.
         cu_seqlens: [segments + 1] int32, cumulative segment starts. Segments may be empty; tokens
@@ -74,7 +85,8 @@ def fused_rope_attention(
             launch and the warp-specialized kernel; `python -m compare invariance` measures it.
         q_norm, k_norm: [head_dim] in the dtype of q: weights of an RMSNorm of each head of q, or of
             k, where it is rotated and before that, in fp32. In longer segments than one tile holds,
-            k with a norm is rotated in a pass of its own, whatever fuse says.
+            k with a norm is rotated in a pass of its own, whatever fuse says. Heads of more than
+            256 columns have none.
         norm_eps: static, what is added to the mean square of a head, 0 to 1.
 
     Returns:
@@ -88,9 +100,9 @@ def fused_rope_attention(
     Differentiable in q, k, v, cos, sin and norms in reverse mode. Kernels compute the gradients in
     q, k, v and norms: where no tile holds a segment, see `window_limit`, of the result and a number
     for each of its rows, which are kept, or with norms computed again. The reference does those in
-    cos and sin, and further derivatives. Under vmap the calls run one after the other. With q, k
-    and v split by heads along explicit axes of a mesh, or under shard_map, there also with all
-    arguments split by calls, each device runs its own.
+    cos and sin, those of heads of more than 256 columns, and further derivatives. Under vmap the
+    calls run one after the other. With q, k and v split by heads along explicit axes of a mesh, or
+    under shard_map, there also with all arguments split by calls, each device runs its own.
     """
     options = max_seqlen, scale, fuse, implementation, batch_invariant, (q_norm, k_norm), norm_eps
     return _call((q, k, v, cos, sin, cu_seqlens), *options)
@@ -120,6 +132,91 @@ def fused_rope_attention_qkvpacked(
     return _call((qkv, cos, sin, cu_seqlens), *options)
 
 
+def fused_sinusoidal_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    cu_seqlens: jax.Array,
+    *,
+    positions: jax.Array | None = None,
+    max_seqlen: int | None = None,
+    scale: float | None = None,
+    fuse: str = "auto",
+    implementation: str = "auto",
+    batch_invariant: bool = False,
+) -> jax.Array:
+    """Attention within segments, with sinusoidal embeddings added to Q and K inside the kernel.
+
+    sin is added to the even columns of each head of Q and K and cos to the odd ones, in fp32, and
+    the sum is rounded to the dtype of q (Vaswani et al., Attention Is All You Need, 2017, whose
+    PE(pos, 2i) = sin(pos / 10000^(2i / head_dim)), PE(pos, 2i + 1) = cos of the same, here of
+    attention's own inputs).
+
+    Args:
+        q, k, v, cu_seqlens, max_seqlen, scale, implementation, batch_invariant: as in
+            fused_rope_attention. There are no norms.
+        cos, sin: [tokens, head_dim / 2] fp32, see `sinusoidal_tables`; None where there are
+            positions.
+        positions: [tokens] int32, at least 0, in place of cos and sin, which are computed inside,
+            exact to 5e-7 at any position. Negative ones are an error on a CPU outside of a trace;
+            else their segments come out NaN.
+        fuse: "qk" adds to Q and K inside the kernel, "q" to K in a pass of its own, "none" to both.
+            "auto": "qk" where one tile holds a segment, else "none".
+
+    Returns:
+        [tokens, heads, head_dim] in the dtype of q; exactly 0 for padding.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as fused_rope_attention; or there are both
+            tables and positions, or neither.
+
+    Differentiable in q, k, v, cos and sin in reverse mode, by the reference. Under vmap, and with
+    heads that are split over devices, as fused_rope_attention.
+    """
+    options = max_seqlen, scale, fuse, implementation, batch_invariant
+    return _call_sinusoidal((q, k, v), cos, sin, positions, cu_seqlens, *options)
+
+
+def fused_sinusoidal_attention_qkvpacked(
+    qkv: jax.Array,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    cu_seqlens: jax.Array,
+    *,
+    positions: jax.Array | None = None,
+    max_seqlen: int | None = None,
+    scale: float | None = None,
+    fuse: str = "auto",
+    implementation: str = "auto",
+    batch_invariant: bool = False,
+) -> jax.Array:
+    """fused_sinusoidal_attention on qkv [tokens, 3, heads, head_dim], read in place.
+
+    Everything else is as in fused_sinusoidal_attention.
+    """
+    options = max_seqlen, scale, fuse, implementation, batch_invariant
+    return _call_sinusoidal((qkv,), cos, sin, positions, cu_seqlens, *options)
+
+
+def _call_sinusoidal(
+    qkv: tuple[jax.Array, ...],
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    positions: jax.Array | None,
+    cu_seqlens: jax.Array,
+    *options: int | float | str | bool | None,
+) -> jax.Array:
+    """What both functions do."""
+    check_tables_or_positions(cos, sin, positions)
+    if positions is None:
+        return _call((*qkv, cos, sin, cu_seqlens), *options, NO_NORMS, NORM_EPS, "sinusoidal")
+    check_position_values(positions)
+    arrays = *qkv, positions, positions, cu_seqlens
+    return _call(arrays, *options, NO_NORMS, NORM_EPS, "positions")
+
+
 @dataclass(frozen=True)
 class _Options:
     """All that is static about a call."""
@@ -130,6 +227,7 @@ class _Options:
     implementation: str
     batch_invariant: bool
     norm_eps: float
+    embed: str
 
 
 def _call(
@@ -141,11 +239,12 @@ def _call(
     batch_invariant: bool,
     norms: Norms,
     norm_eps: float,
+    embed: str = "rope",
 ) -> jax.Array:
     """Check a call's arguments, settle all that is static about it, and run it."""
     # Before numbers of 64 bits, NumPy's default, become JAX's of 32.
     settings = max_seqlen, scale, fuse, implementation, batch_invariant
-    check_arguments(arrays, *settings, norms, norm_eps)
+    check_arguments(arrays, *settings, norms, norm_eps, embed)
     if max_seqlen is None:
         if isinstance(cu_seqlens := arrays[-1], jax.core.Tracer):
             raise ValueError("max_seqlen must be given where cu_seqlens is traced (by jit or vmap)")
@@ -158,7 +257,8 @@ def _call(
     check_shardings(*qkv, cos, sin, cu_seqlens, norms=norms)
     max_seqlen, (tokens, *_, heads, head_dim) = int(max_seqlen), qkv[0].shape
     if fuse == "auto" and not batch_invariant:
-        fuse = auto_fuse(qkv[0].dtype, head_dim, 2 * cos.shape[1], max_seqlen, tokens, heads)
+        rotary_dim = 2 * cos.shape[1] if embed == "rope" else head_dim
+        fuse = auto_fuse(qkv[0].dtype, head_dim, rotary_dim, max_seqlen, tokens, heads)
     if implementation == "triton":
         implementation = "kernel"  # the same, so both share one compilation
     if implementation == "kernel" and not HAVE_TRITON:
@@ -173,7 +273,7 @@ def _call(
     scale = head_dim**-0.5 if scale is None else float(scale)
     # Without norms that are compiled for one.
     norm_eps = float(norm_eps) if jax.tree.leaves(norms) else NORM_EPS
-    options = _Options(max_seqlen, scale, fuse, implementation, batch_invariant, norm_eps)
+    options = _Options(max_seqlen, scale, fuse, implementation, batch_invariant, norm_eps, embed)
     result = _run(options, tuple(qkv), norms, cos, sin, cu_seqlens)
     # Within a custom_vmap `jax.debug_nans` looks at nothing; of what is jitted it looks at results.
     return jnp.copy(result) if jax.config.jax_disable_jit else result
@@ -195,7 +295,7 @@ def _attention(
         # Varying over a mesh as v does.
         return (vary_as(qkv[-1])(jnp.zeros_like(qkv[0][:, 0])),)
     bounds = {"max_seqlen": options.max_seqlen, "scale": options.scale}
-    bounds |= {"norm_eps": options.norm_eps}
+    bounds |= {"norm_eps": options.norm_eps, "embed": options.embed}
     means = bounds | {"fuse": options.fuse, "batch_invariant": options.batch_invariant}
     kernel = functools.partial(attend, **means, keeps_lse=keeps_lse, interpret=False)
     interpreted = functools.partial(kernel, interpret=True)
@@ -223,6 +323,8 @@ def _attention(
 def _by_kernels(options: _Options, qkv: tuple[jax.Array, ...], *rest: jax.Array) -> bool:
     """Whether kernels compute the gradients in qkv."""
     is_empty = qkv[0].size == 0 or rest[-1].shape[0] == 1
+    if not has_gradient_kernels(qkv[0].shape[-1], options.embed):
+        return False
     return HAVE_TRITON and options.implementation != "reference" and not is_empty
 
 
@@ -283,7 +385,7 @@ def _reference_gradients(
     cos, sin, cu_seqlens = rest
     bounds = options.scale, options.max_seqlen
     (*found, cos_grad, sin_grad), norm_grads = rope_attention_gradients(
-        grad, (*_q_k_v(qkv), cos, sin), cu_seqlens, *bounds, norms, options.norm_eps
+        grad, (*_q_k_v(qkv), cos, sin), cu_seqlens, *bounds, norms, options.norm_eps, options.embed
     )
     packed = len(qkv) == 1
     qkv_grad = (jnp.stack(found, axis=1),) if packed else tuple(x[:, None] for x in found)

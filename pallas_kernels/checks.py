@@ -18,7 +18,11 @@ FUSE = ("auto", "qk", "q", "none")
 # "triton" is another word for "kernel".
 IMPLEMENTATIONS = ("auto", "kernel", "triton", "reference")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-MAX_HEAD_DIM = 256
+# What tells Q and K their tokens' places: rotated by angles, or with sin and cos added to them.
+EMBEDDINGS = ("rope", "sinusoidal", "positions")  # the last of angles that are computed inside
+MAX_HEAD_DIM = 16384
+# Wider heads are read chunk by chunk: they have no norms, and their gradients are the reference's.
+MAX_TILED_HEAD_DIM = 256
 # Numbers of rows are 32-bit.
 MAX_TOKENS = 2**30
 MAX_SEGMENTS = 2**22
@@ -72,10 +76,12 @@ def check_arguments(
     batch_invariant: bool,
     norms: Norms = NO_NORMS,
     norm_eps: float = NORM_EPS,
+    embed: str = "rope",
 ) -> None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
 
-    arrays are (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
+    arrays are (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...); by positions these stand in
+    place of cos and of sin.
     """
     for name, x in (("max_seqlen", max_seqlen), ("scale", scale), ("norm_eps", norm_eps)):
         if isinstance(x, jax.core.Tracer):
@@ -90,13 +96,34 @@ def check_arguments(
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     if not isinstance(batch_invariant, bool):
         raise ValueError(f"batch_invariant must be True or False, got {batch_invariant!r}")
-    _check_arrays(*arrays)
+    _check_arrays(embed, *arrays)
     if any(x is not None for x in norms):
         _check_norms(norms, norm_eps, arrays[0])
 
 
-def _check_arrays(*arrays: jax.Array) -> None:
+def check_tables_or_positions(cos: Any, sin: Any, positions: Any) -> None:
+    """Raise ValueError unless there are either both tables or positions alone."""
+    tables = [name for name, x in (("cos", cos), ("sin", sin)) if x is not None]
+    if (len(tables) == 2) == (positions is not None) or len(tables) == 1:
+        given = " and ".join([*tables, *(["positions"] if positions is not None else [])])
+        raise ValueError(f"give either cos and sin or positions alone, got {given or 'neither'}")
+
+
+def check_position_values(positions: Any) -> None:
+    """Raise ValueError for negative positions that are on the host, neither traced nor a GPU's."""
+    on_host = isinstance(positions, np.ndarray) or (
+        isinstance(positions, jax.Array)
+        and not isinstance(positions, jax.core.Tracer)
+        and all(device.platform == "cpu" for device in positions.devices())
+    )
+    if on_host and positions.size and (least := int(np.asarray(positions).min())) < 0:
+        raise ValueError(f"positions must be at least 0, got {least}")
+
+
+def _check_arrays(embed: str, *arrays: jax.Array) -> None:
     names = NAMES[len(arrays)]
+    if embed == "positions":
+        names = tuple("positions" if name in ("cos", "sin") else name for name in names)
     for name, x in zip(names, arrays, strict=True):
         _check_array(name, x)
     *qkv, cos, sin, cu_seqlens = arrays
@@ -121,7 +148,10 @@ def _check_arrays(*arrays: jax.Array) -> None:
         raise ValueError(f"at most {MAX_TOKENS} tokens are supported, got {tokens}")
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
-    _check_angles(first, cos, sin)
+    if embed == "positions":
+        _check_positions(first, cos)
+    else:
+        _check_angles(first, cos, sin, embed)
     _check_cu_seqlens_form(cu_seqlens)
     if (programs := (cu_seqlens.shape[0] - 1) * heads) > MAX_PROGRAMS:
         raise ValueError(f"segments x heads must be at most {MAX_PROGRAMS}, got {programs}")
@@ -147,6 +177,10 @@ def _check_norms(norms: Norms, eps: float, first: jax.Array) -> None:
     if not is_eps:
         raise ValueError(f"norm_eps must be from 0 to 1, got {eps!r}")
     head_dim = first.shape[-1]
+    if head_dim > MAX_TILED_HEAD_DIM:
+        raise ValueError(
+            f"q_norm and k_norm are for heads of up to {MAX_TILED_HEAD_DIM} columns, got {head_dim}"
+        )
     for name, x in zip(("q_norm", "k_norm"), norms, strict=True):
         if x is None:
             continue
@@ -174,11 +208,25 @@ def _is_scale(scale: Any) -> bool:
         return False
 
 
-def _check_angles(first: jax.Array, cos: jax.Array, sin: jax.Array) -> None:
+def _check_positions(first: jax.Array, positions: jax.Array) -> None:
+    if positions.dtype != jnp.int32:
+        raise TypeError(f"positions must be int32, got {positions.dtype}")
+    if positions.shape != first.shape[:1]:
+        raise ValueError(
+            f"positions must have shape [{first.shape[0]} tokens], got {positions.shape}"
+        )
+
+
+def _check_angles(first: jax.Array, cos: jax.Array, sin: jax.Array, embed: str) -> None:
     tokens, head_dim = first.shape[0], first.shape[-1]
     for name, x in (("cos", cos), ("sin", sin)):
         if x.dtype != jnp.float32:
             raise TypeError(f"{name} must be float32 (angles need it), got {x.dtype}")
+        if embed == "sinusoidal" and x.shape != (tokens, head_dim // 2):
+            raise ValueError(
+                f"{name} must have shape [{tokens} tokens, {head_dim // 2}], half of head_dim, got "
+                f"{x.shape}"
+            )
         if x.ndim != 2 or x.shape[0] != tokens or not 1 <= x.shape[1] <= head_dim // 2:
             raise ValueError(
                 f"{name} must have shape [{tokens} tokens, rotary_dim / 2] with rotary_dim at most "

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import NORM_EPS, Norms
 from pallas_kernels.sharding import vary_as
+from pallas_kernels.sinusoidal import cos_and_sin, frequency_steps
 
 # Rows of Q whose logits exist at once: bounds the memory of a long segment.
 QUERY_BLOCK = 256
@@ -45,6 +46,32 @@ def rotate_reference(
     return jnp.concatenate([rotated.astype(dtype), rest.astype(dtype)], axis=-1)
 
 
+def embed_reference(
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    embed: str,
+    weight: jax.Array | None = None,
+    eps: float = NORM_EPS,
+) -> jax.Array:
+    """What is done to Q or K: rotate_reference, or sin added to even and cos to odd columns, in
+    fp32; then x's dtype. cos and sin [tokens, head_dim / 2].
+    """
+    if embed == "rope":
+        return rotate_reference(x, cos, sin, weight, eps)
+    added = jnp.stack([sin, cos], axis=-1).reshape(len(x), 1, x.shape[-1])
+    return (x.astype(jnp.float32) + added).astype(x.dtype)
+
+
+def tables_of(
+    cos: jax.Array, sin: jax.Array, head_dim: int, embed: str
+) -> tuple[jax.Array, jax.Array]:
+    """Cos and sin, computed where positions stand in their place."""
+    if embed != "positions":
+        return cos, sin
+    return cos_and_sin(cos[:, None], *frequency_steps(head_dim))
+
+
 def normalize_reference(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """RMSNorm of each head, in fp32; x [tokens, heads, head_dim], weight [head_dim]."""
     x = x.astype(jnp.float32)
@@ -64,8 +91,12 @@ def rope_attention_reference(
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
     norm_eps: float = NORM_EPS,
+    embed: str = "rope",
 ) -> jax.Array:
     """Normalise and rotate, then attend segment by segment; shapes as fused_rope_attention's.
+
+    embed "sinusoidal" does what fused_sinusoidal_attention does instead, "positions" by positions,
+    which then stand in place of cos and of sin.
 
     Logits and softmax in fp32, probabilities cast to the dtype of v, the second product summed in
     fp32. Tokens of no segment get 0, rows of a segment longer than max_seqlen NaN.
@@ -76,8 +107,9 @@ def rope_attention_reference(
     q, k, v, cos, sin, cu_seqlens, q_norm, k_norm = arrays
     if tokens == 0:
         return jnp.zeros_like(q)
-    q = rotate_reference(q, cos, sin, q_norm, norm_eps)
-    k = rotate_reference(k, cos, sin, k_norm, norm_eps)
+    cos, sin = tables_of(cos, sin, q.shape[-1], embed)
+    q = embed_reference(q, cos, sin, embed, q_norm, norm_eps)
+    k = embed_reference(k, cos, sin, embed, k_norm, norm_eps)
 
     def attend(out: jax.Array, row: jax.Array, key: jax.Array) -> jax.Array:
         attended = _attend(_take(q, row), _take(k, key), _take(v, key), key < tokens, scale)
@@ -95,6 +127,7 @@ def rope_attention_gradients(
     max_seqlen: int | None = None,
     norms: Norms = (None, None),
     norm_eps: float = NORM_EPS,
+    embed: str = "rope",
 ) -> tuple[tuple[jax.Array, ...], Norms]:
     """Gradients in primals (q, k, v, cos, sin), and norms, from that of the reference's result.
 
@@ -115,8 +148,9 @@ def rope_attention_gradients(
         q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, norms: Norms
     ) -> tuple[jax.Array, ...]:
         pairs = zip((q, k), norms, strict=True)
+        cos, sin = tables_of(cos, sin, q.shape[-1], embed)
         return tuple(
-            rotate_reference(x.astype(jnp.float32), cos, sin, weight, norm_eps)
+            embed_reference(x.astype(jnp.float32), cos, sin, embed, weight, norm_eps)
             for x, weight in pairs
         )
 

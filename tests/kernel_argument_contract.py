@@ -275,7 +275,48 @@ WRONG_IN_BOTH = {
         r"implementation must be .*'auto', 'kernel'.*'reference'.* got 'cuda'",
     ),
 }
-WRONG_HEAD_DIMS = [0, 4, 12, 84, 264]
+# Of the functions that add sin and cos, the tables' names left out.
+POSITIONS = np.arange(12, dtype=np.int32)
+NO_TABLES = {"cos": None, "sin": None}
+WRONG_SINUSOIDAL = {
+    "cos of another width": (
+        {"cos": np.ones((12, 4), np.float32)},
+        ValueError,
+        r"cos must have shape \[12 tokens, 8\], half of head_dim, got \(12, 4\)",
+    ),
+    "tables and positions": (
+        {"positions": POSITIONS},
+        ValueError,
+        "give either cos and sin or positions alone, got cos and sin and positions",
+    ),
+    "one table and positions": (
+        {"cos": None, "positions": POSITIONS},
+        ValueError,
+        "give either cos and sin or positions alone, got sin and positions",
+    ),
+    "neither": (
+        NO_TABLES,
+        ValueError,
+        "give either cos and sin or positions alone, got neither",
+    ),
+    "positions of floats": (
+        NO_TABLES | {"positions": np.ones(12, np.float32)},
+        TypeError,
+        r"positions must be int32, got (torch\.)?float32",
+    ),
+    "positions of other tokens": (
+        NO_TABLES | {"positions": POSITIONS[:11]},
+        ValueError,
+        r"positions must have shape \[12 tokens\], got \(11,\)",
+    ),
+    "positions in a list": (
+        NO_TABLES | {"positions": [1] * 12},
+        TypeError,
+        r"positions must be a \w+\.\w+, got list",
+    ),
+}
+
+WRONG_HEAD_DIMS = [0, 4, 12, 84, 16392]
 
 # cu_seqlens, tokens, max_seqlen, message.
 WRONG_CU_SEQLENS = [
@@ -336,14 +377,13 @@ class ArgumentContract:
         names = ("qkv", "cos", "sin", "cu_seqlens")
         return dict(zip(names, CASE.packed, strict=True), max_seqlen=8)
 
-    def call(self, arguments):
+    def call(self, arguments, embedding="rope"):
         arguments = {"implementation": self.implementation, **arguments}
         arguments = {
             name: self.array(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()
         }
-        if "qkv" in arguments:
-            return self.package.fused_rope_attention_qkvpacked(**arguments)
-        return self.package.fused_rope_attention(**arguments)
+        form = "_qkvpacked" if "qkv" in arguments else ""
+        return getattr(self.package, f"fused_{embedding}_attention{form}")(**arguments)
 
     def test_the_right_arguments_are_accepted(self, separate, packed):
         assert self.call(separate).shape == self.call(packed).shape == (12, 2, 16)
@@ -369,10 +409,58 @@ class ArgumentContract:
         with pytest.raises(error, match=message):
             self.call(packed | wrong)
 
+    def test_norms_of_wide_heads(self, separate):
+        heads = dict.fromkeys("qkv", np.zeros((12, 2, 264), BF16))
+        with pytest.raises(ValueError, match="norm are for heads of up to 256 columns, got 264"):
+            self.call(separate | heads | {"k_norm": np.ones(264, BF16)})
+
+    @named(WRONG_SINUSOIDAL)
+    def test_wrong_arguments_of_sinusoidal_embeddings(
+        self, separate, packed, wrong, error, message
+    ):
+        for arguments in (separate, packed):
+            with pytest.raises(error, match=message):
+                self.call(arguments | wrong, "sinusoidal")
+
+    def test_negative_positions(self, packed):
+        """Told on a CPU; a GPU's are not waited for, and come out NaN."""
+        negative = NO_TABLES | {"positions": POSITIONS - 3}
+        if "cpu" in str(self.array(POSITIONS).device).lower():
+            with pytest.raises(ValueError, match="positions must be at least 0, got -3"):
+                self.call(packed | negative, "sinusoidal")
+        else:
+            found = self.call(packed | negative, "sinusoidal")
+            assert bool((found[:5] != found[:5]).all())
+
+    def test_names_order_and_defaults_of_sinusoidal_embeddings(self):
+        keywords = {name: x for name, x in KEYWORDS.items() if "norm" not in name}
+        for form, first in (("", ["q", "k", "v"]), ("_qkvpacked", ["qkv"])):
+            function = getattr(self.package, f"fused_sinusoidal_attention{form}")
+            parameters = inspect.signature(function).parameters
+            given = [*first, "cos", "sin", "cu_seqlens", "positions", *keywords]
+            assert list(parameters) == given
+            for name, default in keywords.items():
+                assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+                assert parameters[name].default == default
+
+    def test_tables_of_a_line_and_of_a_grid(self):
+        line = np.array([0, 5, 2**20 + 1], np.int32)
+        angles = line[:, None] * 10000.0 ** (-np.arange(8) / 8)
+        found = self.package.sinusoidal_tables(self.array(line), 16)
+        for x, expected in zip(found, (np.cos(angles), np.sin(angles)), strict=True):
+            np.testing.assert_allclose(np.asarray(x), expected, rtol=0, atol=1e-6)
+        grid = np.stack([line, line[::-1]], axis=1)
+        halves = (self.package.sinusoidal_tables(self.array(x.copy()), 8) for x in grid.T)
+        expected = [np.concatenate(x, axis=1) for x in zip(*halves, strict=True)]
+        found = self.package.sinusoidal_tables(self.array(grid), 16)
+        np.testing.assert_array_equal(np.stack(found), np.stack(expected))
+        with pytest.raises(ValueError, match=r"\[tokens\] or \[tokens, 2\], got \(3, 3\)"):
+            self.package.sinusoidal_tables(self.array(np.zeros((3, 3), np.int32)), 16)
+
     @pytest.mark.parametrize("head_dim", WRONG_HEAD_DIMS)
     def test_wrong_head_dim(self, separate, packed, head_dim):
         x = np.zeros((12, 3, 2, head_dim), BF16)
-        message = f"head_dim must be a multiple of 8 up to 256, got {head_dim}$"
+        message = f"head_dim must be a multiple of 8 up to 16384, got {head_dim}$"
         with pytest.raises(ValueError, match=message):
             self.call(separate | {"q": x[:, 0], "k": x[:, 0], "v": x[:, 0]})
         with pytest.raises(ValueError, match=message):

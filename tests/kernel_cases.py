@@ -26,7 +26,7 @@ class Case:
     """qkv [tokens, 3, heads, head_dim]; cos, sin [tokens, rotary_dim / 2]; cu_seqlens int32.
 
     Of K and V one head serves each group of query heads: the group's first one in qkv. q_norm and
-    k_norm are [head_dim], if there are any.
+    k_norm are [head_dim], if there are any. A sinusoidal case adds sin and cos instead of rotating.
     """
 
     qkv: np.ndarray
@@ -36,6 +36,9 @@ class Case:
     group: int = 1
     q_norm: np.ndarray | None = None
     k_norm: np.ndarray | None = None
+    # [tokens] int32: sin and cos of their angles are added, computed inside; or by cos and sin.
+    positions: np.ndarray | None = None
+    is_sinusoidal: bool = False
 
     @property
     def packed(self) -> tuple[np.ndarray, ...]:
@@ -85,10 +88,12 @@ def make_case(
     seed: int = 0,
     group: int = 1,
     norms: str = "",
+    embed: str = "rope",
 ) -> Case:
     """Random inputs for segments of these lengths, with padding before and behind them.
 
-    norms: of which of q and k the heads are normalised, as letters.
+    norms: of which of q and k the heads are normalised, as letters. embed: "rope", "sinusoidal" by
+    tables or "positions".
     """
     rng = np.random.default_rng(seed)
     cu_seqlens = leading + np.cumsum([0, *lengths])
@@ -97,6 +102,10 @@ def make_case(
     # An angle for every token and column of its own: a mix-up of either shows.
     angles = rng.uniform(-8, 8, (tokens, (rotary_dim or head_dim) // 2))
     weights = rng.uniform(0.5, 1.5, (2, head_dim)).astype(DTYPES[dtype])
+    positions = None
+    if embed == "positions":  # anywhere, also where angles in fp32 would be wrong
+        positions = rng.integers(0, 2**20, tokens).astype(np.int32)
+        angles = positions[:, None] * 10000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
     return Case(
         qkv.astype(DTYPES[dtype]),
         np.cos(angles).astype(np.float32),
@@ -104,6 +113,8 @@ def make_case(
         cu_seqlens.astype(np.int32),
         group,
         *(weight if name in norms else None for name, weight in zip("qk", weights, strict=True)),
+        positions,
+        embed != "rope",
     )
 
 
@@ -111,7 +122,7 @@ def exact(case: Case, scale: float | None = None) -> np.ndarray:
     """The operation in fp64; 0 for tokens of no segment."""
     *_, cos, sin = (x.astype(np.float64) for x in case.separate[:5])
     q, k, v = _prepared(case, np.float64)
-    q, k = (_rotate(x, cos, sin) for x in (q, k))
+    q, k = (_embed(x, cos, sin, case.is_sinusoidal) for x in (q, k))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out = np.zeros(q.shape)
     for start, end in case.segments:
@@ -129,7 +140,8 @@ def unfused(case: Case, scale: float | None = None) -> np.ndarray:
     """
     dtype = case.qkv.dtype
     q, k, v = _prepared(case, np.float32, _rounding(dtype))
-    q, k = (_rotate(x, case.cos, case.sin).astype(dtype).astype(np.float32) for x in (q, k))
+    q, k = (_embed(x, case.cos, case.sin, case.is_sinusoidal) for x in (q, k))
+    q, k = (x.astype(dtype).astype(np.float32) for x in (q, k))
     scale = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
     out = np.zeros(q.shape, dtype)
     for start, end in case.segments:
@@ -226,6 +238,16 @@ def log_sum_exps(case: Case) -> np.ndarray:
         largest = logits.max(-1, keepdims=True, initial=-np.inf)
         result[:, rows] = largest[..., 0] + np.log(np.exp(logits - largest).sum(-1))
     return result / np.log(2)
+
+
+def _embed(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, is_sinusoidal: bool) -> np.ndarray:
+    """Rotated, or with each angle's sine added to an even column and its cosine to the next."""
+    if not is_sinusoidal:
+        return _rotate(x, cos, sin)
+    y = x.copy()
+    y[..., 0::2] += sin[:, None]
+    y[..., 1::2] += cos[:, None]
+    return y
 
 
 def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:

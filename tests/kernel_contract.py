@@ -70,28 +70,27 @@ class KernelContract:
         assert_accurate(self.attention(case, max_seqlen=max_seqlen), case)
 
     @pytest.mark.parametrize(
-        ("dtype", "head_dim", "fuse", "max_seqlen"),
+        ("dtype", "head_dim", "fuse", "max_seqlen", "packed"),
         [
-            ("float16", 80, "qk", WINDOW),
-            ("float16", 64, "none", STREAM),
-            ("float32", 72, "q", WINDOW),
-            ("float32", 64, "none", WINDOW),
-            ("float32", 80, "qk", STREAM),
-            ("float32", 80, "none", STREAM),
-            ("bfloat16", 8, "qk", STREAM),
-            ("bfloat16", 56, "q", STREAM),
+            ("float16", 80, "qk", WINDOW, False),
+            ("float16", 64, "none", STREAM, False),
+            ("float32", 72, "q", WINDOW, True),
+            ("float32", 64, "none", WINDOW, True),
+            ("float32", 80, "qk", STREAM, True),
+            ("float32", 80, "none", STREAM, False),
+            ("bfloat16", 8, "qk", STREAM, True),
+            ("bfloat16", 56, "q", STREAM, False),
         ],
     )
-    def test_every_dtype(self, dtype, head_dim, fuse, max_seqlen):
+    def test_every_dtype(self, dtype, head_dim, fuse, max_seqlen, packed):
         case = make_case(LENGTHS, dtype=dtype, head_dim=head_dim, trailing=3)
-        assert_accurate(self.attention(case, max_seqlen=max_seqlen, fuse=fuse), case)
+        result = self.attention(case, packed=packed, max_seqlen=max_seqlen, fuse=fuse)
+        assert_accurate(result, case)
 
+    # Of each kernel what reads Q and K in its way; the other mixes, packed, are among the dtypes.
     @pytest.mark.parametrize(
         ("fuse", "max_seqlen", "head_dim"),
-        [
-            *(("qk", WINDOW, 80), ("none", WINDOW, 64)),
-            *(("qk", STREAM, 24), ("q", STREAM, 80), ("none", STREAM, 64)),
-        ],
+        [("qk", WINDOW, 80), ("q", STREAM, 64), ("none", STREAM, 64)],
     )
     def test_every_fusion_packed_equals_separate(self, fuse, max_seqlen, head_dim):
         case = make_case(LENGTHS, head_dim=head_dim, trailing=3)
@@ -123,7 +122,7 @@ class KernelContract:
             (WINDOW, "qk", 80, None, "bfloat16", 4, 2, "qk"),
             (WINDOW, "none", 16, 6, "float32", 2, 2, "k"),
             (STREAM, "none", 72, None, "bfloat16", 3, 3, ""),
-            (STREAM, "none", 80, None, "float16", 2, 1, "qk"),
+            (STREAM, "none", 64, None, "float16", 2, 1, "qk"),
             (STREAM, "q", 80, 70, "bfloat16", 2, 2, "qk"),
             (STREAM, "qk", 80, None, "float32", 2, 1, "q"),
         ],
@@ -136,12 +135,11 @@ class KernelContract:
             trailing=3, group=group, norms=norms,
         )  # fmt: skip
         case = case.with_rows(case.padding, np.nan)
-        result = self.attention(case, max_seqlen=max_seqlen, fuse=fuse)
+        options = {"alike": group == 1, "max_seqlen": max_seqlen, "fuse": fuse}
+        result = self.attention(case, **options)
         assert_accurate(result, case)
         if group == 1:
-            options = {"alike": True, "max_seqlen": max_seqlen, "fuse": fuse}
-            separate, packed = (self.attention(case, packed=p, **options) for p in (False, True))
-            assert_same_bits(separate, packed)
+            assert_same_bits(result, self.attention(case, packed=True, **options))
 
     @both_kernels
     @given(
@@ -154,7 +152,7 @@ class KernelContract:
         is_grouped=st.booleans(),
         norms=st.sampled_from(("", "q", "k", "qk")),
     )
-    @settings(max_examples=examples(5))
+    @settings(max_examples=examples(3))
     def test_any_shape(
         self, max_seqlen, head_dim, pairs, dtype, fuse, heads, length, is_grouped, norms
     ):
@@ -179,7 +177,7 @@ class KernelContract:
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     def test_long_and_short_segments_together(self, dtype):
-        case = make_case((100, 1, 0, 170, 7, 30), dtype=dtype, leading=9, trailing=140)
+        case = make_case((100, 1, 0, 170, 7, 30), dtype=dtype, heads=1, leading=9, trailing=140)
         assert_accurate(self.attention(case, max_seqlen=170), case)
 
     def test_logits_far_from_zero(self):
@@ -300,9 +298,7 @@ class KernelContract:
         before[start:end] = after[start:end] = 0
         assert_same_bits(before, after)
 
-    @pytest.mark.parametrize(
-        ("head_dim", "max_seqlen"), [(24, WINDOW), (80, WINDOW), (72, STREAM), (80, STREAM)]
-    )
+    @pytest.mark.parametrize(("head_dim", "max_seqlen"), [(24, WINDOW), (80, WINDOW), (72, STREAM)])
     def test_a_broken_head_breaks_no_other(self, head_dim, max_seqlen):
         case = make_case((17, 5), head_dim=head_dim, heads=3)
         qkv = case.qkv.copy()

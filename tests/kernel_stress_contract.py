@@ -200,7 +200,7 @@ class StressContract:
         behind=st.integers(0, WINDOW),
         seed=st.integers(0, 99),
     )
-    @settings(max_examples=examples(8))
+    @settings(max_examples=examples(5))
     def test_a_segment_gives_the_same_bits_wherever_it_stands(
         self, length, start, before, behind, seed, max_seqlen
     ):

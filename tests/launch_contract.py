@@ -28,9 +28,10 @@ LENGTHS = (150, 0, 1, 70, 33, 128)
 
 
 def tiles(kernel):
-    """Rows of query and key tiles of a kernel, of all GPUs."""
+    """Rows of query and key tiles of a kernel, of all GPUs; of heads that a tile holds."""
     rows = [row for table in _TABLES for device in table.values() for row in device["launches"]]
-    return sorted({(row["block"], row["block_k"]) for row in rows if row["kernel"] == kernel})
+    rows = [row for row in rows if row["kernel"] == kernel and "columns" not in row]
+    return sorted({(row["block"], row["block_k"]) for row in rows})
 
 
 # Of these each tile meets two in every run, of which one has its Q rotated here, and all in a
@@ -70,6 +71,7 @@ class LaunchContract:
             (80, 80, 128, "qk"), (80, 80, 129, "none"), (80, 40, 128, "qk"), (80, 40, 129, "q"),
             (72, 72, 4096, "none"), (72, 36, 4096, "none"), (128, 126, 4096, "q"),
             (192, 192, 128, "qk"), (200, 200, 64, "qk"), (200, 200, 65, "none"),
+            (512, 512, 64, "qk"), (512, 512, 65, "none"), (512, 256, 65, "q"),
         ],
     )  # fmt: skip
     def test_how_much_is_fused_by_default(self, head_dim, rotary_dim, max_seqlen, fuse):

@@ -29,6 +29,7 @@ gradients='TestKernel and as_exact'
 bounds='TestKernel and (any_cu_seqlens or lengths_around or ends_of_their_dtype)'
 specialized='(TestContract or TestGradients) and (as_exact or any_segments or (many_lengths and 80))'
 gated='TestGated and (oracles_rounded_once or one_kernel_is_the_oracles)'
+kernels+='|rotate_back'
 
 run() {  # a suite by a tool; prints when it is done, as several may run at once
   local tool=$1 selected=${2%: *} files options log status=0
@@ -40,7 +41,7 @@ run() {  # a suite by a tool; prints when it is done, as several may run at once
   esac
   if [[ $tool == initcheck ]]; then
     # To it what the copy engine writes was never written: results of Mosaic's kernels.
-    selected="($selected) and not (pallas_kernels and test_hopper_stream)"
+    selected="($selected) and not (pallas_kernels and (test_hopper_stream or test_hopper_backward))"
     selected+=" and not (flax_models and test_gated_product)"
   else  # which has to see what other kernels write
     options+=(--kernel-regex "kns=($kernels)_kernel")
@@ -61,6 +62,7 @@ suites=(
   "$bounds: tests/pallas_kernels/test_gradients.py"
   "$gated: tests/compare/torch_tower/test_gated.py tests/compare/torch_tower/test_gated_product.py"
   "$gated: tests/flax_models/test_gated.py tests/flax_models/test_gated_product.py"
+  "$specialized: tests/pallas_kernels/kernels/test_hopper_backward.py"
 )
 [[ $# -gt 0 ]] || set -- memcheck racecheck initcheck
 pids=()

@@ -185,7 +185,30 @@ def test_every_call_finds_a_launch(module, table, launch):
                 assert found.block >= length
         backward = [(f"stream_backward_{name}", 2**30) for name in ("q", "kv")]
         for kernel, length in (("rotate", 1), ("stream", 1), ("stream", 2**30), *backward):
-            table.find(gpu, module.Shape(kernel, operands, head_dim, length, 1))
+            found = table.find(gpu, module.Shape(kernel, operands, head_dim, length, 1))
+            assert found.columns is None
+
+
+def test_every_call_of_wide_heads_finds_a_launch(module, table, launch):
+    """In chunks whose columns divide those that a head is given a place of."""
+    gpus = [None, *(module.Gpu(n, d.compute_capability or "") for n, d in table.devices.items())]
+    for gpu, operands, head_dim in itertools.product(gpus, module.OPERANDS, (264, 512, 16384)):
+        assert launch.is_wide(head_dim)
+        for length in (1, 16, 17, launch.WIDE_LIMIT):
+            found = table.find(gpu, module.Shape("wide", operands, head_dim, length, 1))
+            assert found.block >= max(length, launch.MIN_COLUMNS)
+            assert launch.WIDEST_CHUNK % found.columns == 0
+        for kernel, length in (("rotate", 1), ("stream", 2**30), ("rotating_stream", 65)):
+            found = table.find(gpu, module.Shape(kernel, operands, head_dim, length, 1))
+            assert launch.WIDEST_CHUNK % found.columns == 0
+            assert kernel == "rotate" or found.out_columns >= launch.MIN_COLUMNS
+
+
+def test_programs_that_share_a_wide_head(launch):
+    """As many as keep the GPU busy; where segments and heads do, one."""
+    splits = launch.column_splits
+    assert [splits(n, 512, 64) for n in (1, 99, 128)] == [8, 1, 1]
+    assert [splits(n, 16384, 64) for n in (1, 4, 64)] == [128, 32, 3]
 
 
 def test_rows_are_for_different_shapes(table):
@@ -202,6 +225,7 @@ def test_unaligned_tiles_have_32_rows(module, table):
         gpu = module.Gpu(name, device.compute_capability or "")
         for head_dim in HEAD_DIMS:
             assert block(module, table, *gpu, operands="unaligned", head_dim=head_dim) == 32
+        assert block(module, table, *gpu, operands="unaligned", head_dim=512) == 32
 
 
 def finder(launch, package):

@@ -1,14 +1,16 @@
 """Fused 2D-RoPE attention over variable-length segments, in Triton for PyTorch.
 
 - The contract: `attention` (the public functions), `checks` (what is accepted, and the errors
-  otherwise), `reference` (the unfused computation: CPU path, differentiable path), `operators`
-  (registration with `torch.library`).
+  otherwise), `reference` (the unfused computation: CPU path, differentiable path), `sinusoidal`
+  (tables and frequencies of what is added instead of rotating), `operators` (registration with
+  `torch.library`).
 - `kernels`, what runs on the GPU: `window` (a whole short segment in one tile), `window_backward`
   (its gradients), `stream` (long segments: query blocks, and the segments that reach into them),
   `softmax` (its loop over a segment's keys), `stream_backward` (its gradients), `rotate` (rotation
-  as a pass of its own), `tiles` (loading and rotating a tile). `hopper_stream`, `hopper_softmax`,
-  `hopper_backward`, `hopper_rotate_back` (what is written of gradients) and `hopper_tiles` are the
-  warp-specialized form of these for long images on Hopper GPUs.
+  as a pass of its own), `wide` (short segments of heads that no tile holds), `tiles` (loading a
+  tile, and what is done to it). `hopper_stream`, `hopper_softmax`, `hopper_backward`,
+  `hopper_rotate_back` (what is written of gradients) and `hopper_tiles` are the warp-specialized
+  form of these for long images on Hopper GPUs.
   `rotate_in_order` rotates in front of a library's attention.
 - `launching`, from a call to its launches: `choose` (which kernel, which tiles, what
   `fuse="auto"` means) by the `table` in `launches.json`, `plan` (all launches of a call), `launch`
@@ -33,9 +35,15 @@ except ImportError as error:
     ) from error
 
 from triton_kernels import operators as _operators  # noqa: F401  registers them
-from triton_kernels.attention import fused_rope_attention, fused_rope_attention_qkvpacked
+from triton_kernels.attention import (
+    fused_rope_attention,
+    fused_rope_attention_qkvpacked,
+    fused_sinusoidal_attention,
+    fused_sinusoidal_attention_qkvpacked,
+)
 from triton_kernels.checks import check_cu_seqlens
 from triton_kernels.reference import rope_attention_reference
+from triton_kernels.sinusoidal import sinusoidal_tables
 
 try:
     _vllm = _util.find_spec("vllm")  # imports nothing
@@ -49,5 +57,8 @@ __all__ = [
     "check_cu_seqlens",
     "fused_rope_attention",
     "fused_rope_attention_qkvpacked",
+    "fused_sinusoidal_attention",
+    "fused_sinusoidal_attention_qkvpacked",
     "rope_attention_reference",
+    "sinusoidal_tables",
 ]

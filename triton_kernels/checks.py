@@ -16,7 +16,11 @@ NAMES = {
 FUSE = ("auto", "qk", "q", "none")
 IMPLEMENTATIONS = ("auto", "kernel", "triton", "reference")  # "triton" is the kernel, too
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_DIM = 256
+# What tells Q and K their tokens' places: rotated by angles, or with sin and cos added to them.
+EMBEDDINGS = ("rope", "sinusoidal", "positions")  # the last of angles that are computed inside
+MAX_HEAD_DIM = 16384
+# Wider heads are read chunk by chunk: they have no norms, and their gradients are the reference's.
+MAX_TILED_HEAD_DIM = 256
 # Offsets inside a tile and numbers of rows are 32-bit; offsets of a segment are 64-bit.
 MAX_TOKEN_STRIDE = 2**23
 MAX_TOKENS = 2**30
@@ -78,12 +82,13 @@ def check_arguments(
     fuse: str,
     implementation: str,
     batch_invariant: bool,
+    embed: str = "rope",
     norms: Norms | None = None,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
 
-    tensors are (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...). A tensor with a forward-mode
-    derivative raises NotImplementedError.
+    tensors are (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...); by positions these stand in
+    place of cos and of sin. A tensor with a forward-mode derivative raises NotImplementedError.
     """
     # int comes first: asking the abstract class takes longer.
     ints = (int, torch.SymInt, Integral)
@@ -100,7 +105,7 @@ def check_arguments(
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     if not isinstance(batch_invariant, bool):
         raise ValueError(f"batch_invariant must be True or False, got {batch_invariant!r}")
-    _check_tensors(*tensors)
+    _check_tensors(embed, *tensors)
     weights = () if norms is None else norms[:2]
     if norms is not None:
         _check_norms(norms, tensors[0])
@@ -111,8 +116,25 @@ def check_arguments(
         )
 
 
-def _check_tensors(*tensors: torch.Tensor) -> None:
+def check_tables_or_positions(cos: Any, sin: Any, positions: Any) -> None:
+    """Raise ValueError unless there are either both tables or positions alone."""
+    tables = [name for name, x in (("cos", cos), ("sin", sin)) if x is not None]
+    if (len(tables) == 2) == (positions is not None) or len(tables) == 1:
+        given = " and ".join([*tables, *(["positions"] if positions is not None else [])])
+        raise ValueError(f"give either cos and sin or positions alone, got {given or 'neither'}")
+
+
+def check_position_values(positions: torch.Tensor) -> None:
+    """Raise ValueError for negative positions on a CPU. To look at a GPU's would wait for it."""
+    is_looked_at = positions.device.type == "cpu" and positions.numel() > 0
+    if is_looked_at and (least := int(positions.min())) < 0:
+        raise ValueError(f"positions must be at least 0, got {least}")
+
+
+def _check_tensors(embed: str, *tensors: torch.Tensor) -> None:
     names = NAMES[len(tensors)]
+    if embed == "positions":
+        names = tuple("positions" if name in ("cos", "sin") else name for name in names)
     for name, x in zip(names, tensors, strict=True):
         _check_tensor(name, x)
     *qkv, cos, sin, cu_seqlens = tensors
@@ -144,7 +166,10 @@ def _check_tensors(*tensors: torch.Tensor) -> None:
         raise ValueError(
             f"heads x head_dim must be at most {MAX_TOKEN_STRIDE}, got {heads} x {head_dim}"
         )
-    _check_angles(first, cos, sin)
+    if embed == "positions":
+        _check_positions(first, cos)
+    else:
+        _check_angles(first, cos, sin, embed)
     _check_cu_seqlens_form(cu_seqlens)
     programs = (cu_seqlens.shape[0] - 1) * heads
     if not _holds(programs <= MAX_PROGRAMS):
@@ -173,6 +198,10 @@ def _check_norms(norms: Norms, first: torch.Tensor) -> None:
     if not is_eps:
         raise ValueError(f"norm_eps must be from 0 to 1, got {norms.eps!r}")
     head_dim = first.shape[-1]
+    if head_dim > MAX_TILED_HEAD_DIM:
+        raise ValueError(
+            f"q_norm and k_norm are for heads of up to {MAX_TILED_HEAD_DIM} columns, got {head_dim}"
+        )
     for name, x in (("q_norm", norms.q), ("k_norm", norms.k)):
         if x is None:
             continue
@@ -239,11 +268,27 @@ def _is_scale(scale: Any) -> bool:
         return False
 
 
-def _check_angles(first: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def _check_positions(first: torch.Tensor, positions: torch.Tensor) -> None:
+    if positions.dtype != torch.int32:
+        raise TypeError(f"positions must be int32, got {positions.dtype}")
+    if positions.ndim != 1 or positions.shape[0] != first.shape[0]:
+        raise ValueError(
+            f"positions must have shape [{first.shape[0]} tokens], got {tuple(positions.shape)}"
+        )
+    if positions.device != first.device:
+        raise ValueError(f"positions must be on {first.device}, got {positions.device}")
+
+
+def _check_angles(first: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, embed: str) -> None:
     tokens, head_dim = first.shape[0], first.shape[-1]
     for name, x in (("cos", cos), ("sin", sin)):
         if x.dtype != torch.float32:
             raise TypeError(f"{name} must be float32 (angles need it), got {x.dtype}")
+        if embed == "sinusoidal" and x.shape != (tokens, head_dim // 2):
+            raise ValueError(
+                f"{name} must have shape [{tokens} tokens, {head_dim // 2}], half of head_dim, got "
+                f"{tuple(x.shape)}"
+            )
         if x.ndim != 2 or x.shape[0] != tokens or not 1 <= x.shape[1] <= head_dim // 2:
             raise ValueError(
                 f"{name} must have shape [{tokens} tokens, rotary_dim / 2] with rotary_dim at most "

@@ -13,7 +13,11 @@ import torch
 
 from triton_kernels.attention import attend, longest_segment, runs_kernel
 from triton_kernels.checks import NORM_EPS, Norms
-from triton_kernels.launching.backward import attention_gradients, needs_lse
+from triton_kernels.launching.backward import (
+    attention_gradients,
+    has_gradient_kernels,
+    needs_lse,
+)
 from triton_kernels.launching.fast_path import locate
 from triton_kernels.reference import (
     normalize_reference,
@@ -25,7 +29,7 @@ _ARGUMENTS = (
     "Tensor cos, Tensor sin, Tensor cu_seqlens, SymInt? max_seqlen, float scale, str fuse, "
     "str implementation, bool batch_invariant"
 )
-_NORMS = f"Tensor? q_norm=None, Tensor? k_norm=None, float norm_eps={NORM_EPS}"
+_NORMS = f"Tensor? q_norm=None, Tensor? k_norm=None, float norm_eps={NORM_EPS}, str embed='rope'"
 _library = torch.library.Library("fused_rope_attention", "DEF")
 # What waits for the GPU, which torch.compile is told: it captures no CUDA graph of it.
 _WAITS = (torch.Tag.cudagraph_unsafe,)
@@ -35,7 +39,7 @@ for _suffix, _tags in (("", ()), ("_waiting", _WAITS)):
     _library.define(
         f"backward{_suffix}(Tensor grad, Tensor[] tensors, Tensor cu_seqlens, Tensor[] kept, "
         "SymInt? max_seqlen, float scale, str implementation, bool[] needed, str normed='', "
-        f"float norm_eps={NORM_EPS}) -> Tensor[]",
+        f"float norm_eps={NORM_EPS}, str embed='rope') -> Tensor[]",
         tags=_tags,
     )
 # The log-sum-exp of each row too, [heads, tokens], which the kernels of long segments write for a
@@ -45,21 +49,25 @@ for _qkv in ("varlen_with_lse(Tensor q, Tensor k, Tensor v", "qkvpacked_with_lse
 
 
 def _attend(count: int, *arguments: Any) -> torch.Tensor:
-    tensors, options, norms = arguments[:count], arguments[count:][:5], arguments[count + 5 :]
-    return attend(tensors, options, *locate(tensors), _norms(*norms))
+    tensors, options, further = arguments[:count], arguments[count:][:5], arguments[count + 5 :]
+    norms, embed = _norms_and_embedding(*further)
+    return attend(tensors, (*options, embed), *locate(tensors), norms)
 
 
-def _norms(
-    q: torch.Tensor | None = None, k: torch.Tensor | None = None, eps: float = NORM_EPS
-) -> Norms | None:
-    """Of an operator's last arguments, which come without those that are the defaults."""
-    return None if q is k is None else Norms(q, k, eps)
+def _norms_and_embedding(
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    eps: float = NORM_EPS,
+    embed: str = "rope",
+) -> tuple[Norms | None, str]:
+    """An operator's last arguments, which come without those that are the defaults."""
+    return None if q is k is None else Norms(q, k, eps), embed
 
 
 def _attend_with_lse(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tensors, options = arguments[:-5], arguments[-5:]
     lse = _like_lse(*arguments)
-    return attend(tensors, options, *locate(tensors), lse=lse), lse
+    return attend(tensors, (*options, "rope"), *locate(tensors), lse=lse), lse
 
 
 def _differentiate(
@@ -73,6 +81,7 @@ def _differentiate(
     needed: list[bool],
     normed: str = "",
     norm_eps: float = NORM_EPS,
+    embed: str = "rope",
 ) -> list[torch.Tensor]:
     """The gradients in those of tensors that need one; contiguous.
 
@@ -83,7 +92,8 @@ def _differentiate(
     """
     q, cos_or_sin = tensors[0], any(needed[len(needed) - len(normed) - 2 :][:2])
     is_empty = q.numel() == 0 or cu_seqlens.shape[0] == 1
-    if not (is_empty or cos_or_sin) and runs_kernel(q.device, implementation):
+    by_kernels = has_gradient_kernels(q.shape[-1], embed) and not (is_empty or cos_or_sin)
+    if by_kernels and runs_kernel(q.device, implementation):
         longest = longest_segment(cu_seqlens) if max_seqlen is None else max_seqlen
         options = cu_seqlens, longest, scale
         if normed or (len(tensors) == 5 and tensors[1].shape != q.shape):
@@ -91,7 +101,7 @@ def _differentiate(
         found = _by_kernels(grad, tensors, kept, *options)
         return [x for x, n in zip(found, needed, strict=False) if n]
     with _recorded(tensors, needed) as tensors:
-        found = _pull(grad, tensors, cu_seqlens, scale, needed, normed, norm_eps)
+        found = _pull(grad, tensors, cu_seqlens, scale, needed, normed, norm_eps, embed)
     return [x.contiguous() for x in found]
 
 
@@ -169,11 +179,12 @@ def _pull(
     needed: list[bool],
     normed: str,
     norm_eps: float,
+    embed: str,
     create_graph: bool = False,
 ) -> list[torch.Tensor]:
     with torch.enable_grad():
         unpacked, norms = _unpacked(tensors, normed, norm_eps)
-        out = rope_attention_reference(*unpacked, cu_seqlens, scale, *norms)
+        out = rope_attention_reference(*unpacked, cu_seqlens, scale, *norms, embed)
     wanted = [x for x, n in zip(tensors, needed, strict=True) if n]
     with torch.autocast(grad.device.type, enabled=False):  # as in the reference
         return list(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
@@ -200,12 +211,12 @@ def _like_needed(
 
 
 def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    *inputs, q_norm, k_norm, ctx.norm_eps = inputs
+    *inputs, q_norm, k_norm, ctx.norm_eps, ctx.embed = inputs
     _save_for_backward(ctx, inputs, {"q": q_norm, "k": k_norm})
 
 
 def _save_with_lse(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.norm_eps = NORM_EPS
+    ctx.norm_eps, ctx.embed = NORM_EPS, "rope"
     ctx.mark_non_differentiable(output[1])
     _save_for_backward(ctx, inputs, {}, output)
 
@@ -227,21 +238,22 @@ def _backward(ctx: Any, grad: torch.Tensor, *_lse: None) -> tuple[torch.Tensor |
     needed = list(ctx.needs_input_grad[: ctx.count])
     # The reference waits for the GPU, and so does a bound to be read.
     waits = ctx.max_seqlen is None or ctx.implementation == "reference" or any(needed[-2:])
+    waits = waits or not has_gradient_kernels(tensors[0].shape[-1], ctx.embed)
     # Norms stand behind all options, if they are there.
     needed += [ctx.needs_input_grad[ctx.count + 6 + "qk".index(name)] for name in ctx.normed]
-    norms = ctx.normed, ctx.norm_eps
+    further = ctx.normed, ctx.norm_eps, ctx.embed
     if torch.is_grad_enabled():  # create_graph=True: what is computed here is differentiated again
         tensors = [x.view_as(x) for x in tensors]  # none of these is computed from another
-        found = _pull(grad, tensors, cu_seqlens, ctx.scale, needed, *norms, create_graph=True)
+        found = _pull(grad, tensors, cu_seqlens, ctx.scale, needed, *further, create_graph=True)
     else:
         operators = torch.ops.fused_rope_attention
         operator = operators.backward_waiting if waits else operators.backward
         options = ctx.max_seqlen, ctx.scale, ctx.implementation
-        found = operator(grad, tensors, cu_seqlens, kept, *options, needed, *norms)
+        found = operator(grad, tensors, cu_seqlens, kept, *options, needed, *further)
     found = iter(found)
     grads = [next(found) if n else None for n in needed]
     of_norms = dict(zip(ctx.normed, grads[ctx.count :], strict=True))
-    behind = [None] * 6 + [of_norms.get("q"), of_norms.get("k"), None]
+    behind = [None] * 6 + [of_norms.get("q"), of_norms.get("k"), None, None]
     return *grads[: ctx.count], *behind[: len(ctx.needs_input_grad) - ctx.count]
 
 

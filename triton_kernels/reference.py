@@ -5,6 +5,7 @@ import itertools
 import torch
 
 from triton_kernels.checks import NORM_EPS
+from triton_kernels.sinusoidal import sinusoidal_tables
 
 # Rows of Q whose logits exist at once: bounds the memory of a long segment.
 QUERY_BLOCK = 1024
@@ -38,6 +39,23 @@ def rotate_reference(
     return torch.cat([rotated.to(dtype), rest.to(dtype)], dim=-1)
 
 
+def embed_reference(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    embed: str,
+    weight: torch.Tensor | None = None,
+    eps: float = NORM_EPS,
+) -> torch.Tensor:
+    """What is done to Q or K: rotate_reference, or sin added to even and cos to odd columns, in
+    fp32; then x's dtype. cos and sin [tokens, head_dim / 2].
+    """
+    if embed == "rope":
+        return rotate_reference(x, cos, sin, weight, eps)
+    added = torch.stack([sin, cos], dim=-1).flatten(1)
+    return (x.float() + added[:, None]).to(x.dtype)
+
+
 def normalize_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm of each head, in fp32; x [tokens, heads, head_dim], weight [head_dim]."""
     x = x.float()
@@ -55,8 +73,12 @@ def rope_attention_reference(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     norm_eps: float = NORM_EPS,
+    embed: str = "rope",
 ) -> torch.Tensor:
     """Normalise and rotate, then attend segment by segment; shapes as fused_rope_attention's.
+
+    embed "sinusoidal" does what fused_sinusoidal_attention does instead, "positions" by positions,
+    which then stand in place of cos and of sin.
 
     Logits and softmax in fp32, probabilities cast to the dtype of v, the second product summed in
     fp32; products of fp32 tensors are as exact as torch.set_float32_matmul_precision says. Tokens
@@ -68,8 +90,13 @@ def rope_attention_reference(
     """
     check_may_wait(q, "the reference, by which gradients are computed too,")
     tokens = q.shape[0]
-    q = rotate_reference(q, cos, sin, q_norm, norm_eps)
-    k = rotate_reference(k, cos, sin, k_norm, norm_eps)
+    if embed == "positions":
+        negative = (cos < 0)[:, None]
+        cos, sin = (
+            x.masked_fill(negative, float("nan")) for x in sinusoidal_tables(cos, q.shape[-1])
+        )
+    q = embed_reference(q, cos, sin, embed, q_norm, norm_eps)
+    k = embed_reference(k, cos, sin, embed, k_norm, norm_eps)
     bounds = list(itertools.accumulate(cu_seqlens.clamp(0, tokens).tolist(), max))
     lengths = [end - start for start, end in itertools.pairwise([0, *bounds, tokens])]
     # Split and joined, each once: the derivative of a slice, or of writing to one, is as large as

@@ -1,12 +1,18 @@
 """What a workload's results are judged by: the oracle's answer and the unfused error."""
 
 import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from compare.agreement.metrics import gradient_verdict, kernel_verdict, relative_rms_error
+from compare.agreement.metrics import (
+    kernel_verdict,
+    max_abs_error,
+    relative_rms_error,
+    unfused_verdict,
+)
 from compare.agreement.oracle import (
     oracle,
     oracle_gradient,
@@ -17,7 +23,7 @@ from compare.agreement.oracle import (
 )
 from compare.common.result_files import Verdict
 from compare.workloads.arrays import KernelArguments, jax_arguments, torch_arguments
-from compare.workloads.kernels import KernelInputs, KernelWorkload
+from compare.workloads.kernels import ABSOLUTE_LIMITS, KernelInputs, KernelWorkload
 
 
 @dataclass(frozen=True)
@@ -29,13 +35,15 @@ class Expected:
         exact: fp64, the oracle's answer, [tokens, heads, head_dim] for attention, and
             [tokens, 3, heads, head_dim] for its gradient.
         unfused_error: relative RMS error of the unfused computation in the workload's dtype; of
-            gradients those in q, k and v.
+            gradients those in q, k and v. Infinite, it excuses from that part of the rule.
+        absolute_limit: of the error of any element; it is taken where there is a limit.
     """
 
     workload: KernelWorkload
     inputs: KernelInputs
     exact: torch.Tensor
     unfused_error: float | tuple[float, ...]
+    absolute_limit: float = math.inf
 
     @classmethod
     def of(cls, workload: KernelWorkload, inputs: KernelInputs | None = None) -> "Expected":
@@ -45,7 +53,9 @@ class Expected:
             exact = oracle_gradient(inputs)
             return cls(workload, inputs, exact, _errors_of_parts(unfused_gradient(inputs), exact))
         exact = oracle(inputs)
-        return cls(workload, inputs, exact, relative_rms_error(unfused(inputs), exact))
+        unfused_error = relative_rms_error(unfused(inputs), exact)
+        limit = ABSOLUTE_LIMITS.get(workload.dtype, math.inf)
+        return cls(workload, inputs, exact, unfused_error, limit)
 
     @classmethod
     def of_rotation(cls, workload: KernelWorkload, inputs: KernelInputs) -> "Expected":
@@ -67,14 +77,21 @@ class Expected:
         """Rule 1 on the worst of some outputs, each of the shape of `exact`, or of their parts."""
         verdicts = [verdict for output in outputs for verdict in self._verdicts(output)]
         # max() alone would drop a NaN that does not come first.
-        return max(verdicts, key=lambda v: (v.error != v.error, v.error - v.limit))
+        return max(verdicts, key=lambda v: (not v.passed, v.error != v.error, v.error - v.limit))
 
     def _verdicts(self, output: torch.Tensor) -> list[Verdict]:
         if isinstance(self.unfused_error, tuple):
             errors = _errors_of_parts(output, self.exact)
-            return list(map(gradient_verdict, errors, self.unfused_error))
+            return list(map(unfused_verdict, errors, self.unfused_error))
         error = relative_rms_error(output, self.exact)
-        return [kernel_verdict(error, self.unfused_error, self.workload.dtype)]
+        if self.workload.embedding == "rope":
+            verdict = kernel_verdict(error, self.unfused_error, self.workload.dtype)
+        else:
+            verdict = unfused_verdict(error, self.unfused_error)
+        if self.absolute_limit == math.inf:
+            return [verdict]
+        largest = max_abs_error(output, self.exact)
+        return [replace(verdict, absolute_error=largest, absolute_limit=self.absolute_limit)]
 
 
 def _errors_of_parts(gradient: torch.Tensor, exact: torch.Tensor) -> tuple[float, ...]:

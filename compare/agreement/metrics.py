@@ -51,8 +51,11 @@ def kernel_verdict(error: float, unfused_error: float, dtype: str) -> Verdict:
     return Verdict(error, min(ORACLE_LIMITS[dtype], UNFUSED_FACTOR * unfused_error))
 
 
-def gradient_verdict(error: float, unfused_error: float) -> Verdict:
-    """Of a gradient: within twice the unfused computation's error."""
+def unfused_verdict(error: float, unfused_error: float) -> Verdict:
+    """Within twice the unfused computation's error: of gradients and of added positions.
+
+    What is added makes logits larger, and with them the error of any computation.
+    """
     return Verdict(error, UNFUSED_FACTOR * unfused_error)
 
 

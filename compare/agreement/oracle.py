@@ -32,13 +32,14 @@ def oracle(inputs: KernelInputs, scale: float | None = None) -> torch.Tensor:
     """
     qkv, cos, sin = (to_torch(x).double() for x in (inputs.qkv, inputs.cos, inputs.sin))
     q, k, v = qkv.unbind(1)
-    return _by_segment(inputs, _rotate(q, cos, sin), _rotate(k, cos, sin), v, scale, _exact)
+    embed = _EMBEDDINGS[inputs.embedding]
+    return _by_segment(inputs, embed(q, cos, sin), embed(k, cos, sin), v, scale, _exact)
 
 
 def unfused(inputs: KernelInputs, scale: float | None = None) -> torch.Tensor:
     """The operation as separate steps in the inputs' dtype: what rule 1 expects of a kernel.
 
-    Rotation in fp32 and back to the dtype, logits and softmax sums in fp32, probabilities cast to
+    Embedding in fp32 and back to the dtype, logits and softmax sums in fp32, probabilities cast to
     the dtype, the second product summed in fp32, one division, one cast.
 
     Returns:
@@ -47,7 +48,8 @@ def unfused(inputs: KernelInputs, scale: float | None = None) -> torch.Tensor:
     qkv, cos, sin = (to_torch(x) for x in (inputs.qkv, inputs.cos, inputs.sin))
     dtype = qkv.dtype
     q, k, v = qkv.unbind(1)
-    q, k = (_rotate(x.float(), cos, sin).to(dtype).float() for x in (q, k))
+    embed = _EMBEDDINGS[inputs.embedding]
+    q, k = (embed(x.float(), cos, sin).to(dtype).float() for x in (q, k))
     steps = partial(_separate_steps, dtype=dtype)
     return _by_segment(inputs, q, k, v.float(), scale, steps).to(dtype)
 
@@ -59,7 +61,8 @@ def oracle_gradient(inputs: KernelInputs, scale: float | None = None) -> torch.T
         [tokens, 3, heads, head_dim] fp64; 0 for tokens of no segment.
     """
     qkv, cos, sin = (to_torch(x).double() for x in (inputs.qkv, inputs.cos, inputs.sin))
-    return _gradient(inputs, qkv, lambda x: _rotate(x, cos, sin), scale, _exact)
+    embed = _EMBEDDINGS[inputs.embedding]
+    return _gradient(inputs, qkv, lambda x: embed(x, cos, sin), scale, _exact)
 
 
 def unfused_gradient(inputs: KernelInputs, scale: float | None = None) -> torch.Tensor:
@@ -73,7 +76,8 @@ def unfused_gradient(inputs: KernelInputs, scale: float | None = None) -> torch.
     qkv, cos, sin = (to_torch(x) for x in (inputs.qkv, inputs.cos, inputs.sin))
     dtype = qkv.dtype
     steps = partial(_separate_steps, dtype=dtype)
-    return _gradient(inputs, qkv, lambda x: _rotate(x.float(), cos, sin).to(dtype), scale, steps)
+    embed = _EMBEDDINGS[inputs.embedding]
+    return _gradient(inputs, qkv, lambda x: embed(x.float(), cos, sin).to(dtype), scale, steps)
 
 
 def rotated(inputs: KernelInputs) -> torch.Tensor:
@@ -95,6 +99,14 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     pairs = torch.complex(x[..., :half].contiguous(), x[..., half : 2 * half].contiguous())
     turned = pairs * torch.complex(cos, sin)[:, None]
     return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], dim=-1)
+
+
+def _add(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Add sin to the even columns and cos to the odd ones."""
+    return x + torch.stack([sin, cos], dim=-1).flatten(-2)[:, None]
+
+
+_EMBEDDINGS = {"rope": _rotate, "sinusoidal": _add}
 
 
 def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

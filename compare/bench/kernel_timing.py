@@ -30,12 +30,14 @@ class Effort:
         profiled_calls: least calls under the profiler.
         thorough: whether ours in PyTorch are profiled as well, for the twins' ratio, and their host
             time is taken.
+        torch_sets: least input sets in PyTorch.
     """
 
     samples: int
     jax_sets: int
     profiled_calls: int
     thorough: bool
+    torch_sets: int = MIN_CALLS
 
     def profiled_rounds(self, run: Callable[[int], None], calls: int) -> int:
         """How many rounds of some calls are profiled.
@@ -129,7 +131,7 @@ def _time_torch(
     implementation: KernelImplementation, expected: Expected, blank: Record, effort: Effort
 ) -> Record:
     call = implementation.prepare(expected.workload)
-    sets = input_sets(expected.inputs.qkv.nbytes)
+    sets = input_sets(expected.inputs.qkv.nbytes, effort.torch_sets)
     with torch.inference_mode(not expected.workload.gradients):
         timer = GraphTimer(call, expected.torch_arguments, sets)
         timing = timer.time(effort.samples)
@@ -144,7 +146,7 @@ def _time_torch(
         if not verdict.passed:
             return record
         addition = GraphTimer(add, expected.torch_arguments[:4], sets)
-        return replace(record, details=host_details(timer, addition))
+        return replace(record, details=record.details | host_details(timer, addition))
 
 
 def _time_jax(

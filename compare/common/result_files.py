@@ -26,20 +26,31 @@ _ALWAYS_WRITTEN = ("workload", "implementation", "median_us", "floor_us", "relat
 _WAY = {"fuse": str, "head_dim": int, "rotary_dim": int, "segment_length": int, "auto": str | None}
 _STRESS = {"tried": str, "cases": int, "findings": int, "passed": bool}
 _SCALE = {"gpus": int, "photographs": int, "cores": int}
-_OF_PART = {"fusion": _WAY, "scale": _SCALE, "stress": _STRESS, "trust": _STRESS}  # trust: formerly
+_OF_PART = {
+    "fusion": _WAY,
+    "scale": _SCALE,
+    "stress": _STRESS,
+    "trust": _STRESS,
+}  # trust: formerly
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """An error beside the limit that it was held to."""
+    """An error beside the limit that it was held to; where it counts, the largest one beside its.
+
+    `error` is relative, `absolute_error` that of a single element.
+    """
 
     error: float
     limit: float
+    absolute_error: float | None = None
+    absolute_limit: float = math.inf
 
     @property
     def passed(self) -> bool:
         """NaN never passes."""
-        return self.error <= self.limit
+        largest = self.absolute_error
+        return self.error <= self.limit and (largest is None or largest <= self.absolute_limit)
 
 
 @dataclass(frozen=True)
@@ -96,13 +107,16 @@ class Record:
 
     def judged(self, verdict: Verdict, **changes: Any) -> "Record":
         """The record with its error, what that was held to and what came of it."""
-        return replace(
+        record = replace(
             self,
             relative_rms_error=verdict.error,
             error_limit=verdict.limit,
             passed=verdict.passed,
             **changes,
         )
+        if verdict.absolute_error is None:
+            return record
+        return replace(record, details=record.details | {"max_abs_error": verdict.absolute_error})
 
     def failed(self, error: BaseException) -> "Record":
         """The record with the reason why it has no numbers.
@@ -117,7 +131,7 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """The record as it is written: required fields always, others where they say something."""
         values = {name: _finite(value) for name, value in asdict(self).items()}
-        details = values.pop("details")
+        details = {name: _finite(value) for name, value in values.pop("details").items()}
         return {k: v for k, v in values.items() if v is not None or k in _ALWAYS_WRITTEN} | details
 
 

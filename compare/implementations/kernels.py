@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 from compare.common.environment import has_gpu
 from compare.common.errors import UnavailableError
-from compare.workloads.kernels import KernelWorkload
+from compare.workloads.kernels import Embedding, KernelWorkload
 
 # (qkv, cos, sin, cu_seqlens) of the implementation's framework -> [tokens, heads, head_dim]; with
 # the result's gradient behind them -> the gradient in qkv, of its shape
 KernelCall = Callable[..., Any]
 FUSE = ("qk", "q", "none")
+AUTO = "auto"
+TABLES, INSIDE = "tables", "inside"  # where a sinusoidal embedding's angles come from
 _MIB = 1 << 20
 
 
@@ -35,16 +37,23 @@ class KernelImplementation:
     ours: bool = False
 
 
-def triton(fuse: str = "auto", batch_invariant: bool = False) -> KernelImplementation:
-    """The Triton kernel; interpreted where there is no GPU."""
-    prepare = partial(_prepare_triton, fuse=fuse, batch_invariant=batch_invariant)
+def triton(
+    fuse: str = AUTO, batch_invariant: bool = False, tables: bool = True
+) -> KernelImplementation:
+    """The Triton kernel; interpreted where there is no GPU.
+
+    Without tables it computes the angles from positions, which sinusoidal workloads alone have.
+    """
+    prepare = partial(_prepare_triton, fuse=fuse, batch_invariant=batch_invariant, tables=tables)
     name = "triton, batch-invariant" if batch_invariant else "triton"
     return KernelImplementation(name, "torch", prepare, ours=True)
 
 
-def pallas(fuse: str = "auto", batch_invariant: bool = False) -> KernelImplementation:
-    """The Pallas kernel; interpreted where there is no GPU."""
-    prepare = partial(_prepare_pallas, fuse=fuse, batch_invariant=batch_invariant)
+def pallas(
+    fuse: str = AUTO, batch_invariant: bool = False, tables: bool = True
+) -> KernelImplementation:
+    """The Pallas kernel; interpreted where there is no GPU. Tables as in `triton`."""
+    prepare = partial(_prepare_pallas, fuse=fuse, batch_invariant=batch_invariant, tables=tables)
     name = "pallas, batch-invariant" if batch_invariant else "pallas"
     return KernelImplementation(name, "jax", prepare, ours=True)
 
@@ -122,27 +131,46 @@ def require_jax_gpu() -> None:
         )
 
 
-def our_attention(package: str, max_seqlen: int, **options: Any) -> KernelCall:
+def our_attention(
+    package: str, max_seqlen: int, embedding: Embedding = "rope", **options: Any
+) -> KernelCall:
     """The kernel of a package, "triton_kernels" or "pallas_kernels", with its options bound.
 
     Args:
         package: imported here.
         max_seqlen: bound on a segment's length.
+        embedding: which of the package's functions it is.
         options: further ones of the public function.
     """
-    attend = import_module(package).fused_rope_attention_qkvpacked
+    attend = getattr(import_module(package), f"fused_{embedding}_attention_qkvpacked")
     return partial(attend, max_seqlen=max_seqlen, implementation="kernel", **options)
 
 
-def _prepare_triton(workload: KernelWorkload, **options: Any) -> KernelCall:
-    return our_attention("triton_kernels", workload.longest, **options)
+def _prepare_triton(workload: KernelWorkload, tables: bool = True, **options: Any) -> KernelCall:
+    attend = our_attention("triton_kernels", workload.longest, workload.embedding, **options)
+    if tables:
+        return attend
+    from compare.workloads.arrays import to_torch
+
+    positions = to_torch(workload.positions)
+    return lambda qkv, cos, sin, cu_seqlens: _by_positions(attend, qkv, cu_seqlens, positions)
 
 
-def _prepare_pallas(workload: KernelWorkload, **options: Any) -> KernelCall:
+def _prepare_pallas(workload: KernelWorkload, tables: bool = True, **options: Any) -> KernelCall:
     import jax
 
     require_jax_gpu()
-    return jax.jit(our_attention("pallas_kernels", workload.longest, **options))
+    attend = our_attention("pallas_kernels", workload.longest, workload.embedding, **options)
+    if tables:
+        return jax.jit(attend)
+    positions = jax.numpy.array(workload.positions)
+    # An argument: XLA would compute what follows from a constant once and for all.
+    attend = jax.jit(partial(_by_positions, attend))
+    return lambda qkv, cos, sin, cu_seqlens: attend(qkv, cu_seqlens, positions)
+
+
+def _by_positions(attend: KernelCall, qkv: Any, cu_seqlens: Any, positions: Any) -> Any:
+    return attend(qkv, None, None, cu_seqlens, positions=positions)
 
 
 def _prepare_pallas_by_xla(workload: KernelWorkload) -> KernelCall:

@@ -1,4 +1,4 @@
-"""The strongest unfused baselines in JAX: XLA's rotation in front of cuDNN's or XLA's attention."""
+"""The strongest unfused baselines in JAX: XLA's embedding before cuDNN's or XLA's attention."""
 
 from functools import partial
 
@@ -7,19 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from compare.implementations.kernels import KernelCall, KernelImplementation, require_jax_gpu
-from compare.workloads.kernels import KernelWorkload
+from compare.workloads.kernels import Embedding, KernelWorkload
 
 
-def jax_peers() -> list[KernelImplementation]:
-    """Both attentions of jax.nn, on segments padded to the longest."""
+def jax_peers(embedding: Embedding = "rope") -> list[KernelImplementation]:
+    """Both attentions of jax.nn, on segments padded to the longest; fp32 is multiplied as such."""
+    attentions = {"cuDNN (jax.nn)": "cudnn", "XLA attention": "xla"}
     return [
-        KernelImplementation("XLA rope + cuDNN (jax.nn)", "jax", partial(_prepare, "cudnn")),
-        KernelImplementation("XLA rope + XLA attention", "jax", partial(_prepare, "xla")),
+        KernelImplementation(f"XLA {embedding} + {name}", "jax", partial(_prepare, attention))
+        for name, attention in attentions.items()
     ]
 
 
 def _prepare(attention: str, workload: KernelWorkload) -> KernelCall:
     require_jax_gpu()
+    # By default fp32 is multiplied in tf32.
+    precision = "highest" if workload.dtype == "float32" else None
     lengths = workload.lengths
     segments, longest = len(lengths), int(lengths.max())
     if (lengths == longest).all():
@@ -32,14 +35,15 @@ def _prepare(attention: str, workload: KernelWorkload) -> KernelCall:
     def call(qkv: jax.Array, cos: jax.Array, sin: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
         del cu_seqlens  # the layout is static here, which is what these baselines need
         heads, head_dim = qkv.shape[2:]
-        rotated = _rotate(qkv[:, :2], cos, sin)
-        q, k, v = rotated[:, 0], rotated[:, 1], qkv[:, 2]
+        embedded = _EMBEDDINGS[workload.embedding](qkv[:, :2], cos, sin)
+        q, k, v = embedded[:, 0], embedded[:, 1], qkv[:, 2]
         if gather is not None:
             q, k, v = (x[gather] for x in (q, k, v))
         q, k, v = (x.reshape(segments, longest, heads, head_dim) for x in (q, k, v))
-        out = jax.nn.dot_product_attention(
-            q, k, v, key_value_seq_lengths=kv_lengths, implementation=attention
-        ).reshape(segments * longest, heads, head_dim)
+        with jax.default_matmul_precision(precision):
+            out = jax.nn.dot_product_attention(
+                q, k, v, key_value_seq_lengths=kv_lengths, implementation=attention
+            ).reshape(segments * longest, heads, head_dim)
         return out if scatter is None else out[scatter]
 
     return jax.jit(call)
@@ -69,3 +73,11 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     x2 = x[..., half : 2 * half].astype(jnp.float32)
     rotated = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
     return jnp.concatenate([rotated.astype(x.dtype), x[..., 2 * half :]], axis=-1)
+
+
+def _add(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    added = jnp.stack([sin, cos], axis=-1).reshape(len(sin), 1, 1, -1)
+    return (x.astype(jnp.float32) + added).astype(x.dtype)
+
+
+_EMBEDDINGS = {"rope": _rotate, "sinusoidal": _add}

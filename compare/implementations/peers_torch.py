@@ -51,12 +51,13 @@ def _pair(
 def _compiled_rotation() -> Rotation:
     # Past a few shapes of one function torch.compile gives up on it: forget the ones before.
     torch.compiler.reset()
-    return torch.compile(_rotate, fullgraph=True, dynamic=False)
+    return torch.compile(rotated, fullgraph=True, dynamic=False)
 
 
-def _rotate(
+def rotated(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q and K rotated, each [tokens, heads, head_dim]; written to be compiled."""
     half = cos.shape[-1]
     cos, sin = cos[:, None, None], sin[:, None, None]
     qk = qkv[:, :2]

@@ -14,7 +14,18 @@ from matplotlib.ticker import LogLocator, NullLocator
 from compare.bench.fusion_table import Cell
 from compare.common.console import number
 from compare.common.result_files import Results, write_text
-from compare.report.grouping import OURS, UNITS, Column, RecordDict, kind, ranking, size, timed
+from compare.report.embeddings import EMBEDDINGS, Cells
+from compare.report.grouping import (
+    KERNELS,
+    OURS,
+    UNITS,
+    Column,
+    RecordDict,
+    kind,
+    ranking,
+    size,
+    timed,
+)
 from compare.report.markdown import speedup
 from compare.report.summary import SIZES
 
@@ -147,6 +158,45 @@ def fusion_chart(cells: Sequence[Cell], path: Path) -> None:
         panel.set_xlabel("tokens of a segment")
     title = 'Time of fuse="qk" (solid) and "q" (dashed) over that of "none" (below 1 fusing wins)'
     _save(figure, title, path)
+
+
+@_styled
+def embeddings_chart(cells: Cells, path: Path) -> None:
+    """Speedup over the compiled embedding and SDPA against the columns of a head.
+
+    A panel for each embedding and precision; of each length the cells of most segments. There is no
+    chart, nor an earlier one any more, where no cell has both times.
+    """
+    panels_of: dict[tuple[str, str], dict[tuple[str, int], dict[int, float]]] = {}
+    for cell in sorted(cells.values(), key=lambda cell: cell.shape.segments):
+        for twin, ratio in zip(KERNELS, cell.speedups(cell.peer_us("SDPA")), strict=True):
+            if ratio and cell.shape.segments > 1:
+                lines = panels_of.setdefault((cell.embedding, cell.precision), {})
+                lines.setdefault((twin, cell.shape.length), {})[cell.shape.width] = ratio
+    if not panels_of:
+        path.unlink(missing_ok=True)
+        return
+    figure = Figure(figsize=(_WIDTH, 0.9 + 2.4 * -(-len(panels_of) // 2)))
+    panels = figure.subplots(-(-len(panels_of) // 2), 2, squeeze=False, sharex=True, sharey=True)
+    for panel, ((embedding, precision), lines) in zip(panels.flat, panels_of.items(), strict=False):
+        panel.axhline(1, color=_SOFT_INK, linewidth=1)
+        for (twin, length), points in sorted(lines.items()):
+            style = {16: ":", 64: "-", 1024: "--"}.get(length, "-.")
+            points = sorted(points.items())
+            panel.plot(*zip(*points, strict=True), style, color=_COLOURS[twin], linewidth=1.5)
+        panel.set_title(f"{EMBEDDINGS.get(embedding, embedding)}, {precision}", loc="left")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        panel.yaxis.set_minor_locator(NullLocator())
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:g}")
+    for panel in panels.flat[len(panels_of) :]:
+        panel.set_axis_off()
+    for panel in panels[-1]:
+        panel.set_xlabel("columns of a head")
+    title = "Speedup over compiled embedding + SDPA: Triton green, Pallas blue"
+    _save(figure, f"{title}; segments of 16 (dotted), 64, 1,024 (dashed)", path)
 
 
 def crossover(cells: Sequence[Cell], fuse: str) -> float | None:

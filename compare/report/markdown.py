@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from compare.common.result_files import Results
 
+_MOST_NAMED = 12  # workloads of which a reason is told
+
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, the first column left and the others right aligned."""
@@ -27,7 +29,10 @@ def notes(results: Results) -> list[str]:
     everything = len({record["workload"] for record in results.records})
     lines = []
     for (name, reason), where in reasons.items():
-        place = "" if len(where) == everything else f" ({', '.join(where)})"
+        where = list(dict.fromkeys(where))  # a kernel is there in several ways
+        names = ", ".join(where[:_MOST_NAMED])
+        more = f" and {len(where) - _MOST_NAMED} more" if len(where) > _MOST_NAMED else ""
+        place = "" if len(where) == everything else f" ({names}{more})"
         lines.append(f"- {name}{place}: {reason}")
     return lines
 

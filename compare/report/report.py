@@ -16,7 +16,7 @@ from compare.bench.fusion_table import cells_of, times_table, verdict_line
 from compare.common import result_files
 from compare.common.errors import InputError, UnavailableError
 from compare.common.result_files import Results
-from compare.report import markdown, tables
+from compare.report import embeddings, markdown, tables
 from compare.report.grouping import RecordDict, families, layer_families
 from compare.report.summary import (
     attention_table,
@@ -32,6 +32,7 @@ PARTS = (
     "stress",
     "kernels",
     "fusion",
+    "embeddings",
     "invariance",
     "training",
     "towers",
@@ -39,7 +40,11 @@ PARTS = (
     "vllm",
     "scale",
 )
-_BLOCKS = ("summary", "results", "checks", "attention", "sizes", "vllm")  # of a page
+# Of a page.
+_BLOCKS = (
+    *("summary", "results", "checks", "attention", "sizes", "vllm"),
+    *("embeddings", "write-ups"),
+)
 _FORMER_NAMES = {"stress": "trust"}  # of a part and its file
 _HERO = "hero.svg"
 _NOTES = "notes/README.md"  # what somebody wrote about the results beside it
@@ -58,6 +63,14 @@ _METHODS = {
     "fusion": "Of about 9,216 tokens in all, by head_dim and tokens of a segment, the fastest way "
     'in bold. Clocks as in the kernels\' tables. In the chart a ring marks where "qk" begins to '
     'take longer than "none", the grey line the longest segment for which "auto" takes it.',
+    "embeddings": "One head; columns, segments and tokens as named. Clocks as in the kernels' "
+    "tables, the embedding included; kernels' gaps count in PyTorch and not in JAX, so that Pallas "
+    "is set against Triton by the profiler for both. Errors are judged before anything is timed: "
+    "in fp32 no element may be off by more than 5e-5, and ours has to keep rule 1 of the "
+    "kernels. Floor: bytes by tables, or products, in fp32 each as three in bf16. Ways: both "
+    "embedded inside (qk), K beforehand (q), both beforehand (none), and what auto makes of it. "
+    "Peers embed by torch.compile or XLA; SDPA is compiled with it, by the backend that PyTorch "
+    "chooses. Shapes without a target leave out peers that do not take them.",
     "invariance": "Clocks, floor and brackets as in the kernels' tables; the error is that of "
     "either call. A batch-invariant call launches what its segments' own lengths ask for, so long "
     "ones never the warp-specialized kernel.",
@@ -116,6 +129,7 @@ _TITLES = {
     "stress": "Under stress",
     "kernels": "Kernels",
     "fusion": "How much of the rotation to fuse",
+    "embeddings": "Rotated and added positions, over narrow and wide heads",
     "invariance": "What batch invariance costs",
     "training": "Forward and backward",
     "towers": "Towers",
@@ -241,7 +255,8 @@ def renewed(readme: Path, directory: Path, report: Path) -> str:
 
     `summary` is the hero chart and the table, `results` the sentences, a chart and links, `checks`
     the outcome of agreement and stress, `attention` the table's rows of it; all of the device with
-    the most timings. `vllm` is what was measured in vLLM on the first that has it, `sizes` of what.
+    the most timings. `vllm` is what was measured in vLLM on the first that has it, `sizes` of what;
+    `embeddings` likewise what is reached of the targets of that part, `write-ups` beside whom.
 
     Args:
         readme: where the text stands as it was.
@@ -269,6 +284,8 @@ def renewed(readme: Path, directory: Path, report: Path) -> str:
         "attention": (attention_table(parts),),
         "sizes": (tables.sizes_table(),),
         "vllm": tuple(_in_vllm(devices)),
+        "embeddings": tuple(_of_embeddings(devices, embeddings.targets)),
+        "write-ups": tuple(_of_embeddings(devices, embeddings.write_ups_table)),
     }
     for name, lines in blocks.items():
         begin, end = markers(name)
@@ -287,6 +304,17 @@ def _in_vllm(devices: Mapping[Path, _Parts]) -> Iterator[str]:
     for family, workloads in families(measured).items():
         yield f"{_IN_VLLM.get(family, family)}:"
         yield tables.vllm_table(measured, workloads)
+
+
+def _of_embeddings(
+    devices: Mapping[Path, _Parts], show: Callable[[embeddings.Cells], str]
+) -> Iterator[str]:
+    measured = next((p["embeddings"] for p in devices.values() if "embeddings" in p), None)
+    if measured is None:
+        yield "No run of `python -m compare embeddings` is on record yet."
+        return
+    yield f"{measured.device}, {measured.dates}."
+    yield show(embeddings.cells_of(measured))
 
 
 def _checks(parts: _Parts) -> str:
@@ -331,8 +359,12 @@ def _read_part(folder: Path, part: str) -> Results | None:
 
 
 def _weight(parts: _Parts) -> tuple[int, str]:
-    """Of a device: how many timings there are, and when its newest file was made."""
-    records = (record for measured in parts.values() for record in measured.records)
+    """Of a device: how many timings there are, and when its newest file was made.
+
+    Those of embeddings, more than all others, are no reason to show a device first.
+    """
+    counted = (measured for part, measured in parts.items() if part != "embeddings")
+    records = (record for measured in counted for record in measured.records)
     timings = sum(record["median_us"] is not None for record in records)
     return timings, max(measured.date for measured in parts.values())
 
@@ -355,6 +387,8 @@ def _sections(measured: Results) -> list[_Section]:
         return [_Section("\n\n".join([*tables.scale_tables(measured), _METHODS["scale"]]))]
     if measured.part == "fusion":
         return [_fusion(measured)]
+    if measured.part == "embeddings":
+        return list(_embeddings(measured))
     timings = [_timings(measured, *of_family) for of_family in families(measured).items()]
     return [_Section(_METHODS[measured.part]), *timings]
 
@@ -380,6 +414,19 @@ def _fusion(measured: Results) -> _Section:
         chart="fusion.svg",
         draw=lambda charts, path: charts.fusion_chart(cells, path),
     )
+
+
+def _embeddings(measured: Results) -> Iterator[_Section]:
+    cells = embeddings.cells_of(measured)
+    yield _Section(
+        "\n\n".join([embeddings.targets(cells), _METHODS["embeddings"]]),
+        chart="embeddings.svg",
+        draw=lambda charts, path: charts.embeddings_chart(cells, path),
+    )
+    for (embedding, precision), alike in embeddings.families(cells).items():
+        tables_ = [embeddings.ways_table(alike), embeddings.peers_table(alike)]
+        title = f"{embeddings.EMBEDDINGS.get(embedding, embedding)} in {precision}"
+        yield _Section("\n\n".join(filter(None, tables_)), title[0].upper() + title[1:])
 
 
 def _timings(measured: Results, family: str, workloads: Sequence[str]) -> _Section:

@@ -5,6 +5,7 @@ A kernel workload is one call of the attention operation; those of whole towers 
 windowed layer of Qwen2.5-VL sees of one 896 x 896 image.
 """
 
+import fnmatch
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +21,7 @@ SIDES = (448, 672, 896, 1344)
 
 Grid = tuple[tuple[int, int, int], ...]
 Kind = Literal["windows", "frames"]
+Embedding = Literal["rope", "sinusoidal"]
 Workload = TypeVar("Workload")
 
 DTYPES = {
@@ -27,6 +29,9 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
+# Of the error of any element, as inputs are standard normal: what public write-ups of such kernels
+# hold to.
+ABSOLUTE_LIMITS = {"float32": 5e-5}
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class KernelInputs:
         cu_seqlens: [segments + 1] int32.
         max_seqlen: longest segment, in tokens.
         grad: [tokens, heads, head_dim], the result's gradient, where that in qkv is asked for.
+        embedding: whether cos and sin rotate Q and K or are added to them, sin to even columns and
+            cos to odd ones.
     """
 
     qkv: np.ndarray
@@ -47,6 +54,7 @@ class KernelInputs:
     cu_seqlens: np.ndarray
     max_seqlen: int
     grad: np.ndarray | None = None
+    embedding: Embedding = "rope"
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ class KernelWorkload:
         peers: names of the peers that are timed beside ours; None is all of them.
         gradients: whether it is the call and its backward pass, whose result is the gradient in
             qkv.
+        embedding: of positions: the images' rotate, sinusoidal ones are those within a segment.
     """
 
     name: str
@@ -73,6 +82,7 @@ class KernelWorkload:
     rotary_dim: int | None = None
     peers: tuple[str, ...] | None = None
     gradients: bool = False
+    embedding: Embedding = "rope"
 
     @property
     def rotated_dims(self) -> int:
@@ -99,6 +109,12 @@ class KernelWorkload:
     def longest(self) -> int:
         """Tokens of the longest segment."""
         return int(self.lengths.max())
+
+    @property
+    def positions(self) -> np.ndarray:
+        """[tokens] int32: each token's place within its segment."""
+        starts = np.repeat(self.cu_seqlens[:-1], self.lengths)
+        return np.arange(len(starts), dtype=np.int32) - starts
 
     @property
     def tokens(self) -> int:
@@ -128,7 +144,7 @@ class KernelWorkload:
         grad = None
         if self.gradients:
             grad = rng.standard_normal((self.tokens, *shape), dtype=np.float32)
-        cos, sin = rotary_angles(self._config(), self.layout.positions)
+        cos, sin = self._tables()
         return KernelInputs(
             qkv=qkv.astype(DTYPES[self.dtype]),
             cos=cos,
@@ -136,6 +152,7 @@ class KernelWorkload:
             cu_seqlens=self.cu_seqlens,
             max_seqlen=self.longest,
             grad=None if grad is None else grad.astype(DTYPES[self.dtype]),
+            embedding=self.embedding,
         )
 
     def record(self, implementation: str, **fields: Any) -> Record:
@@ -148,6 +165,16 @@ class KernelWorkload:
             heads=self.heads,
             **fields,
         )
+
+    def _tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """Cos and sin of every token's angles, each [tokens, rotary_dim / 2] fp32."""
+        if self.embedding == "rope":
+            return rotary_angles(self._config(), self.layout.positions)
+        frequencies = 10000.0 ** (-2 * np.arange(self.head_dim // 2) / self.head_dim)
+        # Of one position each, in fp64: a table of all tokens would take its time.
+        angles = np.arange(self.longest)[:, None] * frequencies
+        cos, sin = (table.astype(np.float32) for table in (np.cos(angles), np.sin(angles)))
+        return cos[self.positions], sin[self.positions]
 
     def _config(self) -> VisionConfig:
         # Angles depend on the rotated dims alone, so a partial rotation is that of a smaller head.
@@ -260,13 +287,17 @@ def segments(length: int) -> KernelWorkload:
 def choose(known: dict[str, Workload], names: list[str] | None) -> list[Workload]:
     """The named workloads in the table's order; all of them where no name is given.
 
+    A name may be a pattern as in a shell: "windows-*".
+
     Raises:
-        InputError: a name that is not in the table.
+        InputError: a name that is not in the table, or a pattern of none of its names.
     """
-    unknown = [name for name in names or [] if name not in known]
-    if unknown:
-        raise InputError(f"unknown workload {unknown[0]!r}; known: {', '.join(known)}")
-    return [workload for name, workload in known.items() if not names or name in names]
+    found = [fnmatch.filter(known, name) for name in names or ["*"]]
+    for name, matching in zip(names or [], found, strict=False):
+        if not matching:
+            raise InputError(f"unknown workload {name!r}; known: {', '.join(known)}")
+    chosen = {name for matching in found for name in matching}
+    return [workload for name, workload in known.items() if name in chosen]
 
 
 def variant(workload: KernelWorkload, **changes: object) -> KernelWorkload:

@@ -21,11 +21,13 @@ from pallas_kernels.kernels.hopper_tiles import (
     Keys,
     Operand,
     by_rows,
+    clear_rows,
     filled,
     iota,
     load_tile,
     stage_of,
     tile_of,
+    whole_of,
 )
 from pallas_kernels.kernels.softmax import PARTS, reference_of
 from pallas_kernels.kernels.tiles import Ref, Scalar
@@ -91,8 +93,7 @@ def visit_segment(
 
         p = probabilities(logits)
         carried = p.astype(v.ref.dtype), partial_sums(p)
-        whole = jnp.maximum(lax.div(keys.end - keys.first, KEYS), 1)
-        whole = jnp.minimum(whole, keys.tiles)
+        whole = whole_of(keys)
         carried = lax.fori_loop(1, whole, functools.partial(visit, True), carried)
         p, row_sums = lax.fori_loop(whole, keys.tiles, functools.partial(visit, False), carried)
         last = stage_of(tile + keys.tiles - 1)
@@ -161,14 +162,6 @@ def visit_online(
     row_sum = filled((ROWS,), 0.0, ROW)
     acc = filled((ROWS, width), 0.0, SUMS)
     return lax.fori_loop(0, keys.tiles, visit, (row_max, row_sum, acc))
-
-
-def clear_rows(tile: Ref, low: Scalar, high: Scalar) -> None:
-    """Zeros into a tile's rows before `low` and from `high` on."""
-    row = iota(tile.shape, 0, SUMS)
-    x = tile[...]
-    tile[...] = jnp.where((row >= low) & (row < high), x, jnp.zeros_like(x))
-    mosaic.commit_smem()
 
 
 def key_logits(acc_ref: Ref, q_tiles: tuple[Ref, ...], k: Operand, index: Scalar) -> None:

@@ -42,6 +42,7 @@ from pallas_kernels.kernels.hopper_tiles import (
     keys_of,
     load_tile,
     stage_of,
+    store_masked,
     tile_of,
 )
 from pallas_kernels.kernels.softmax import reference_fits
@@ -265,8 +266,7 @@ def store_rows(out_tile: Ref, mask: jax.Array, out: jax.Array) -> None:
     """Write some rows of the result."""
     pieces, _, columns = out_tile.shape
     for i in range(pieces):
-        x = out[:, i * columns : (i + 1) * columns].astype(out_tile.dtype)
-        out_tile[i] = jnp.where(by_rows(mask, x), x, out_tile[i])
+        store_masked(out_tile.at[i], mask, out[:, i * columns : (i + 1) * columns])
 
 
 def store_numbers(tile: Ref, mask: jax.Array, numbers: jax.Array) -> None:

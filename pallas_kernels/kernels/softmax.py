@@ -14,20 +14,24 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_kernels.kernels.tiles import (
+    Embedding,
     Head,
     Ref,
     Rotated,
     Rows,
     Scalar,
     dot,
+    embedded_tile,
     exp2,
     load_angles,
     load_columns,
     load_rotary,
-    rotary_tile,
+    rotary_dim_of,
 )
+from pallas_kernels.kernels.wide import Chunks, Cut, add_products
 
 # Of each query row over all keys: what was subtracted from its logits, the sum of probabilities,
 # and of V by these [block, main] and [block, tail] (None where there is no tail).
@@ -51,14 +55,16 @@ def is_online(dtype: jax.typing.DTypeLike, head_dim: int, max_seqlen: int) -> bo
 def visit_segment(
     k_head: Head | Rotated, v_head: Head, cos_ref: Ref, sin_ref: Ref,
     v_shift: Scalar | None, scale_log2: float,
-    q: jax.Array, q_tail: jax.Array | None,
+    q: jax.Array | Chunks, q_tail: jax.Array | None,
+    # how a wide head is cut, of which q is no tile, and the first column of V
+    cut: Cut | None, first_column: Scalar,
     # the segment's first key, and how many it has
     start: Scalar, keys: Scalar,
     *,
-    main: int, tail: int, rotate_k: bool, block_k: int, online: bool, interpreted: bool,
+    main: int, tail: int, embed_k: Embedding, block_k: int, online: bool, interpreted: bool,
 ) -> Sums:  # fmt: skip
     """Over a segment's keys, for all query rows: sums of the probabilities, and of V by these."""
-    block = q.shape[0]
+    block = q.shape[0] if cut is None else q.rows.count
     key_rows = jnp.arange(block_k, dtype=jnp.int32)
     row_max = jnp.full((block,), -jnp.inf, jnp.float32)
     row_sums = jnp.zeros((block, PARTS), jnp.float32)
@@ -67,23 +73,24 @@ def visit_segment(
     first_rows = Rows(start, block_k, key_rows < keys)
     if not online:
         logits = key_logits(
-            k_head, cos_ref, sin_ref, first_rows, q, q_tail, None,
-            main=main, tail=tail, rotate_k=rotate_k,
+            k_head, cos_ref, sin_ref, first_rows, q, q_tail, cut, None,
+            main=main, tail=tail, embed_k=embed_k,
         )  # fmt: skip
         row_max = reference_of(jnp.max(logits, axis=1), scale_log2)
 
     visit = functools.partial(
         visit_keys, k_head, v_head, cos_ref, sin_ref, v_shift, scale_log2, q, q_tail,
-        main=main, tail=tail, rotate_k=rotate_k, online=online, interpreted=interpreted,
+        cut, first_column,
+        main=main, tail=tail, embed_k=embed_k, online=online, interpreted=interpreted,
     )  # fmt: skip
     tail_product = functools.partial(
         add_tail_product, None, k_head, cos_ref, sin_ref, q_tail=q_tail,
-        main=main, tail=tail, rotate_k=rotate_k,
+        main=main, tail=tail, embed_k=embed_k,
     )  # fmt: skip
     # The product of the tail's columns is computed a block of keys ahead: issued behind those with
     # V, it is there when the next block's logits start from it. Rotating K and fp32 take the
     # registers that it needs.
-    ahead = tail > 0 and q.dtype != jnp.float32 and not rotate_k
+    ahead = cut is None and tail > 0 and q.dtype != jnp.float32 and embed_k is None
 
     def visit_whole(_: Scalar, carried: tuple) -> tuple:
         first_key, tail_logits, state = carried
@@ -113,20 +120,24 @@ def visit_keys(
     v_shift: Scalar | None, scale_log2: float,
     # the query tile, the rows of the key tile, the tail columns' part of the logits (None: not
     # computed ahead); what is subtracted from each row's logits, and the sums so far
-    q: jax.Array, q_tail: jax.Array | None, rows: Rows, tail_logits: jax.Array | None, state: tuple,
+    q: jax.Array | Chunks, q_tail: jax.Array | None, cut: Cut | None, first_column: Scalar,
+    rows: Rows, tail_logits: jax.Array | None, state: tuple,
     *,
-    main: int, tail: int, rotate_k: bool, online: bool, interpreted: bool,
+    main: int, tail: int, embed_k: Embedding, online: bool, interpreted: bool,
 ) -> tuple:  # fmt: skip
     """Add one block of keys to the sums."""
     head_dim = v_head.ref.shape[-1]
     row_max, row_sums, acc, acc_tail = state
     # The products wait for their copies in the order of these loads. Two copies of K are through
     # before V is: if there is a tail, K comes first. Without one that loses.
+    precision, end = "ieee", None
+    if cut is not None:
+        precision, end = cut.precision, pl.cdiv(head_dim, main) * main
     if tail == 0:
-        v = load_columns(v_head, rows, 0, main, head_dim, v_shift)  # [block_k, main]
+        v = load_columns(v_head, rows, first_column, main, head_dim, v_shift, end)
     logits = key_logits(
-        k_head, cos_ref, sin_ref, rows, q, q_tail, tail_logits,
-        main=main, tail=tail, rotate_k=rotate_k,
+        k_head, cos_ref, sin_ref, rows, q, q_tail, cut, tail_logits,
+        main=main, tail=tail, embed_k=embed_k,
     )  # fmt: skip
     if tail > 0:
         v = load_columns(v_head, rows, 0, main, head_dim, v_shift)  # [block_k, main]
@@ -146,7 +157,7 @@ def visit_keys(
     row_sums += jnp.sum(parts, axis=1)
     p = p.astype(v.dtype)
 
-    acc = dot(p, v, acc)
+    acc = dot(p, v, acc, precision)
     if tail > 0:
         acc_tail = dot(p, v_tail, acc_tail)
     return row_max, row_sums, acc, acc_tail
@@ -154,20 +165,34 @@ def visit_keys(
 
 def key_logits(
     k_head: Head | Rotated, cos_ref: Ref, sin_ref: Ref, rows: Rows,
-    q: jax.Array, q_tail: jax.Array | None, tail_logits: jax.Array | None,
+    q: jax.Array | Chunks, q_tail: jax.Array | None, cut: Cut | None,
+    tail_logits: jax.Array | None,
     *,
-    main: int, tail: int, rotate_k: bool,
+    main: int, tail: int, embed_k: Embedding,
 ) -> jax.Array:  # fmt: skip
     """The logits of one block of keys [block, block_k], not scaled; -inf where there is no key."""
-    rotary_dim = 2 * cos_ref.shape[1]
-    cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
-    k = load_rotary(k_head, rows, 0, main, rotary_dim, rotate_k)
-    k = rotary_tile(k, cos, sin, rotate_k)  # [block_k, main]
-    logits = dot(q, k.T, tail_logits)
-    if tail > 0 and tail_logits is None:
-        logits = add_tail_product(
-            logits, k_head, cos_ref, sin_ref, rows, q_tail, main=main, tail=tail, rotate_k=rotate_k
-        )
+    if cut is not None:
+        zeros = jnp.zeros((q.rows.count, rows.count), jnp.float32)
+        k = Chunks(k_head, rows, embed_k)
+        logits = add_products(zeros, q, k, cos_ref, sin_ref, 0, cut.chunks, cut)
+    else:
+        rotary_dim = rotary_dim_of(cos_ref, k_head.ref.shape[-1])
+        cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim, embed_k)
+        k = load_rotary(k_head, rows, 0, main, rotary_dim, embed_k)
+        k = embedded_tile(k, cos, sin, embed_k)  # [block_k, main]
+        logits = dot(q, k.T, tail_logits)
+        if tail > 0 and tail_logits is None:
+            logits = add_tail_product(
+                logits,
+                k_head,
+                cos_ref,
+                sin_ref,
+                rows,
+                q_tail,
+                main=main,
+                tail=tail,
+                embed_k=embed_k,
+            )
     return logits if rows.mask is None else jnp.where(rows.mask[None, :], logits, -jnp.inf)
 
 
@@ -175,13 +200,13 @@ def add_tail_product(
     logits: jax.Array | None, k_head: Head | Rotated, cos_ref: Ref, sin_ref: Ref, rows: Rows,
     q_tail: jax.Array,
     *,
-    main: int, tail: int, rotate_k: bool,
+    main: int, tail: int, embed_k: Embedding,
 ) -> jax.Array:  # fmt: skip
     """The tail columns' part of the logits [block, block_k], added to the others' (None: alone)."""
-    rotary_dim = 2 * cos_ref.shape[1]
-    cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
-    k_tail = load_rotary(k_head, rows, main, tail, rotary_dim, rotate_k)
-    k_tail = rotary_tile(k_tail, cos, sin, rotate_k)  # [block_k, tail]
+    rotary_dim = rotary_dim_of(cos_ref, k_head.ref.shape[-1])
+    cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim, embed_k)
+    k_tail = load_rotary(k_head, rows, main, tail, rotary_dim, embed_k)
+    k_tail = embedded_tile(k_tail, cos, sin, embed_k)  # [block_k, tail]
     return dot(q_tail, k_tail.T, logits)
 
 

@@ -14,24 +14,27 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.kernels.softmax import Sums, reference_fits, visit_segment
 from pallas_kernels.kernels.tiles import (
+    Embedding,
     Head,
     Norm,
     Ref,
     Rows,
     Scalar,
     barrier,
+    embedded_tile,
     load_angles,
     load_columns,
     load_inverse_rms,
     load_rotary,
     normalized,
+    rotary_dim_of,
     rotary_head,
-    rotary_tile,
     sector_shift,
     segment_bounds,
     store_columns,
     store_numbers,
 )
+from pallas_kernels.kernels.wide import Chunks, Cut
 
 
 def stream_kernel(
@@ -48,10 +51,12 @@ def stream_kernel(
     parts: tuple[int, int, int],
     # scale times log2(e)
     scale_log2: float,
-    # how a head is cut
-    main: int, tail: int,
-    # what is rotated here
-    rotate_q: bool, rotate_k: bool,
+    # how a head is cut; columns of a chunk of Q and K, of heads that no tile holds: main are then
+    # those of V and the result that a program has; None: the head's tiles. How fp32 is multiplied
+    # there, see dot
+    main: int, tail: int, columns: int | None, precision: str,
+    # what is done to Q and K here, see tiles.py
+    embed_q: Embedding, embed_k: Embedding,
     # online softmax for all rows: see is_online
     online: bool,
     # rows of a query tile and of a key tile
@@ -63,12 +68,21 @@ def stream_kernel(
     # by Pallas' interpreter
     interpreted: bool,
 ) -> None:  # fmt: skip
-    """One program for each (head, token block); blocks run fastest and share the head's K and V."""
+    """One program for each (head, token block); blocks run fastest and share the head's K and V.
+
+    Of heads in chunks one for each `main` of their columns, and every one needs the logits of all.
+    """
     tokens, _, heads, head_dim = out_ref.shape
-    rotary_dim = 2 * cos_ref.shape[1]
+    rotary_dim = rotary_dim_of(cos_ref, head_dim)
     segments = cu_seqlens_ref.shape[0] - 1
     blocks = pl.cdiv(tokens, block)
     head = pl.program_id(0) // blocks
+    first_column, end, cut = 0, None, None
+    if columns is not None:
+        parts_of_head = pl.cdiv(head_dim, main)
+        first_column, end = head % parts_of_head * main, parts_of_head * main
+        head = head // parts_of_head
+        cut = Cut(head_dim, columns, precision)
     block_start = (pl.program_id(0) % blocks) * block
     block_end = jnp.minimum(block_start + block, tokens)
     dtype = out_ref.dtype
@@ -76,51 +90,56 @@ def stream_kernel(
     q_part, k_part, v_part = parts
     k_heads = v_ref.shape[2]
     served_by = head if k_heads == heads else head // (heads // k_heads)
-    q_head = rotary_head(q_ref, q_part, head, heads, rotate_q)
-    k_head = rotary_head(k_ref, k_part, served_by, k_heads, rotate_k)
+    q_head = rotary_head(q_ref, q_part, head, heads, embed_q)
+    k_head = rotary_head(k_ref, k_part, served_by, k_heads, embed_k)
     v_head = Head(v_ref, v_part, served_by)
     out_head = Head(out_ref, 0, head)
     norm = None if q_norm_ref is None else Norm((q_norm_ref,), 0, norm_eps)
 
     rows = Rows(block_start, block, token < block_end)
-    cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim)
-    q = load_rotary(q_head, rows, 0, main, rotary_dim, rotate_q)
-    inverse = load_inverse_rms(q_head, rows, norm, main, tail, head_dim, rotary_dim)
-    q = normalized(q, inverse, norm, 0, main, head_dim, rotary_dim)
-    q = rotary_tile(q, cos, sin, rotate_q, dtype)  # [block, main]
     q_tail = None
-    if tail > 0:
-        cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim)
-        q_tail = load_rotary(q_head, rows, main, tail, rotary_dim, rotate_q)
-        q_tail = normalized(q_tail, inverse, norm, main, tail, head_dim, rotary_dim)
-        q_tail = rotary_tile(q_tail, cos, sin, rotate_q, dtype)  # [block, tail]
-    if rotate_q and block >= 64:
-        # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared
-        # memory but what was computed from registers, and then wait for each other. So the rotated
-        # tile is written to the result, whose rows are this program's own, and loaded again.
-        store_columns(out_head, rows, q, 0, main, head_dim)
+    if cut is not None:
+        q = Chunks(q_head, rows, embed_q)
+    else:
+        cos, sin = load_angles(cos_ref, sin_ref, rows, 0, main, rotary_dim, embed_q)
+        q = load_rotary(q_head, rows, 0, main, rotary_dim, embed_q)
+        inverse = load_inverse_rms(q_head, rows, norm, main, tail, head_dim, rotary_dim)
+        q = normalized(q, inverse, norm, 0, main, head_dim, rotary_dim)
+        q = embedded_tile(q, cos, sin, embed_q, dtype)  # [block, main]
         if tail > 0:
-            store_columns(out_head, rows, q_tail, main, tail, head_dim)
-        barrier(interpreted)
-        q = load_columns(out_head, rows, 0, main, head_dim)
-        if tail > 0:
-            q_tail = load_columns(out_head, rows, main, tail, head_dim)
+            cos, sin = load_angles(cos_ref, sin_ref, rows, main, tail, rotary_dim, embed_q)
+            q_tail = load_rotary(q_head, rows, main, tail, rotary_dim, embed_q)
+            q_tail = normalized(q_tail, inverse, norm, main, tail, head_dim, rotary_dim)
+            q_tail = embedded_tile(q_tail, cos, sin, embed_q, dtype)  # [block, tail]
+        if embed_q is not None and block >= 64:
+            # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared
+            # memory but what was computed from registers, and then wait for each other. So the
+            # rotated tile is written to the result, whose rows are this program's own, and loaded
+            # again.
+            store_columns(out_head, rows, q, 0, main, head_dim)
+            if tail > 0:
+                store_columns(out_head, rows, q_tail, main, tail, head_dim)
+            barrier(interpreted)
+            q = load_columns(out_head, rows, 0, main, head_dim)
+            if tail > 0:
+                q_tail = load_columns(out_head, rows, main, tail, head_dim)
 
     # A row of 72 columns of 16 bits is 144 bytes: every second head's begin within a sector. There
     # the tiles of V, and so of the result, begin as many columns earlier as the sector does.
     v_shift = None
-    if head_dim % 16 == 8 and dtype != jnp.float32:
+    if head_dim % 16 == 8 and dtype != jnp.float32 and cut is None:
         v_shift = sector_shift(v_head)
     visit = functools.partial(
         visit_segment, k_head, v_head, cos_ref, sin_ref, v_shift, scale_log2, q, q_tail,
-        main=main, tail=tail, rotate_k=rotate_k, block_k=block_k, interpreted=interpreted,
+        cut, first_column,
+        main=main, tail=tail, embed_k=embed_k, block_k=block_k, interpreted=interpreted,
     )  # fmt: skip
 
     first_segment = jnp.maximum(last_start_at(cu_seqlens_ref, block_start, segments), 0)
     last_segment = last_start_at(cu_seqlens_ref, block_end - 1, segments)
     attend = functools.partial(
         attend_segments, cu_seqlens_ref, out_head, lse_ref, v_shift, tokens, block_start,
-        scale_log2, visit, main=main, tail=tail, shortest=shortest,
+        scale_log2, visit, first_column, end, main=main, tail=tail, shortest=shortest,
     )  # fmt: skip
     covered, misfits = attend(first_segment, last_segment, token < block_end, online=online)
     if not online:
@@ -134,7 +153,8 @@ def stream_kernel(
     rows = rows._replace(mask=(token < block_end) & ~covered)
     if lse_ref is not None:
         store_numbers(lse_ref, head, rows, jnp.zeros((block,), jnp.float32))
-    store_columns(out_head, rows, jnp.zeros((block, main), dtype), 0, main, head_dim)
+    zeros = jnp.zeros((block, main), dtype)
+    store_columns(out_head, rows, zeros, first_column, main, head_dim, end=end)
     if tail > 0:
         store_columns(out_head, rows, jnp.zeros((block, tail), dtype), main, tail, head_dim)
 
@@ -144,6 +164,8 @@ def attend_segments(
     block_start: Scalar, scale_log2: float,
     # `visit_segment` of this block's queries and head
     visit: Callable[..., Sums],
+    # the first column of V, and behind the last of all programs; of heads that a tile holds 0, None
+    first_column: Scalar, end_column: int | None,
     # from which segment to which, and which of the block's tokens are wanted
     first_segment: Scalar, last_segment: Scalar, wanted: jax.Array,
     *,
@@ -177,7 +199,8 @@ def attend_segments(
         if lse_ref is not None:
             lse = row_max * scale_log2 + jnp.log2(divisor)
             store_numbers(lse_ref, out_head.head, rows, lse)
-        store_columns(out_head, rows, out.astype(dtype), 0, main, head_dim, v_shift)
+        out = out.astype(dtype)
+        store_columns(out_head, rows, out, first_column, main, head_dim, v_shift, end_column)
         if tail > 0:
             store_columns(out_head, rows, out_tail.astype(dtype), main, tail, head_dim, v_shift)
         return covered, misfits

@@ -241,7 +241,7 @@ def load_tiles(x: Head | Rotated, rows: Rows, *, main: int, tail: int, head_dim:
 
     def load(first: int, width: int) -> jax.Array:
         if isinstance(x, Rotated):
-            return load_rotary(x, rows, first, width, 0, False)
+            return load_rotary(x, rows, first, width, 0, None)
         return load_columns(x, rows, first, width, head_dim)
 
     return load(0, main), load(main, tail) if tail > 0 else None

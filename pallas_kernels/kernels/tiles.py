@@ -1,12 +1,16 @@
-"""Loading a segment's rows as tiles, rotated on the way: what the kernels have in common.
+"""Loading a segment's rows as tiles, embedded on the way: what the kernels have in common.
 
 A tile's sides are powers of two, a head's width need not be: head_dim is cut into a main tile and
-a tail tile (80 = 64 + 16) so that no product is padded where splitting can avoid it.
+a tail tile (80 = 64 + 16) so that no product is padded where splitting can avoid it. Heads that no
+tile holds are cut into chunks of one width, whose first column a loop counts.
+
+What is done to a tile of Q or K is named by `embed`: ROPE rotates it, SINUSOIDAL adds sin and cos
+of its angles to it, POSITIONS the same of angles that are computed here; None leaves it as it is.
 
 Rotated tiles hold their columns in pairs, x1 and x2 of one angle side by side (the two halves of
 the NeoX form interleaved). Q K^T does not care in which order the columns stand as long as Q and K
 agree, and joining the halves this way moves no data between threads. V and the result keep the
-caller's order.
+caller's order. So do tiles that sin and cos are added to, where an angle's columns are neighbours.
 
 Q and K that rotate_kernel rotated beforehand lie as the tiles are cut: a token's row has the main
 tiles of all heads, then all tails. So the rows of a tile fill cache lines, whatever head_dim is.
@@ -23,11 +27,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_kernels.checks import EMBEDDINGS
 from pallas_kernels.kernels.dialect import plgpu
+from pallas_kernels.sinusoidal import cos_and_sin
 
 Ref = Any
 Scalar = Any
 Pair = tuple[jax.Array, jax.Array]
+# None, or one of these: what is done to a tile.
+Embedding = str | None
+ROPE, SINUSOIDAL, POSITIONS = EMBEDDINGS
 
 
 class Head(NamedTuple):
@@ -73,12 +82,19 @@ class Rows(NamedTuple):
     last: Scalar | None = None
 
 
-def dot(a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
-    """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32."""
+def dot(
+    a: jax.Array, b: jax.Array, acc: jax.Array | None = None, precision: str = "ieee"
+) -> jax.Array:
+    """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32.
+
+    precision "tf32x3": by three products on tensor cores, of parts that add up to 22 bits.
+    """
     # Never None, which would be whatever the program around the call has products be.
     is_single = a.dtype == jnp.float32
-    precision = jax.lax.Precision.HIGHEST if is_single else jax.lax.Precision.DEFAULT
-    product = jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+    how = jax.lax.Precision.HIGHEST if is_single else jax.lax.Precision.DEFAULT
+    if precision == "tf32x3":
+        how = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    product = jnp.dot(a, b, precision=how, preferred_element_type=jnp.float32)
     return product if acc is None else acc + product
 
 
@@ -135,14 +151,23 @@ def _window(x: Head | Rotated | Ref, rows: Rows, columns: pl.Slice | jax.Array) 
     return ref.at[row + rows.first, *prefix, jnp.broadcast_to(columns[None, :], shape)]
 
 
+def _row_window(x_ref: Ref, rows: Rows) -> Ref:
+    """The part of a [tokens] ref that a tile's rows cover."""
+    if rows.last is None:
+        return x_ref.at[pl.ds(rows.first, rows.count)]
+    row = jnp.minimum(jnp.arange(rows.count, dtype=jnp.int32), rows.last)
+    return x_ref.at[row + rows.first]
+
+
 def tile_columns(
-    first: int, width: int, limit: int, shift: Scalar | None = None
+    first: Scalar, width: int, limit: int, shift: Scalar | None = None, end: int | None = None
 ) -> tuple[pl.Slice | jax.Array, jax.Array | None]:
     """Columns first .. first + width, or `shift` earlier, and the mask of those in 0 .. limit.
 
-    The mask is None where all are.
+    The mask is None where all are. end: where `first` is counted by a loop, the end of its last
+    tile.
     """
-    if shift is None and first + width <= limit:
+    if shift is None and (first + width if end is None else end) <= limit:
         return pl.ds(first, width), None
     column = first + jnp.arange(width, dtype=jnp.int32)
     if shift is None:
@@ -172,22 +197,40 @@ def sector_shift(x: Head) -> Scalar:
 
 
 def load_columns(
-    x: Head, rows: Rows, first: int, width: int, head_dim: int, shift: Scalar | None = None
-) -> jax.Array:
+    x: Head, rows: Rows, first: Scalar, width: int, head_dim: int, shift: Scalar | None = None,
+    end: int | None = None,
+) -> jax.Array:  # fmt: skip
     """Columns first .. first + width of some rows, or `shift` earlier; zero where masked or beyond
-    the head.
+    the head. end: where `first` is counted by a loop, the end of its last tile.
     """
-    columns, column_mask = tile_columns(first, width, head_dim, shift)
+    columns, column_mask = tile_columns(first, width, head_dim, shift, end)
     return _load(_window(x, rows, columns), tile_mask(rows, column_mask), 0.0)
 
 
 def store_columns(
-    x: Head, rows: Rows, tile: jax.Array, first: int, width: int, head_dim: int,
-    shift: Scalar | None = None,
+    x: Head, rows: Rows, tile: jax.Array, first: Scalar, width: int, head_dim: int,
+    shift: Scalar | None = None, end: int | None = None,
 ) -> None:  # fmt: skip
     """The inverse of load_columns."""
-    columns, column_mask = tile_columns(first, width, head_dim, shift)
+    columns, column_mask = tile_columns(first, width, head_dim, shift, end)
     plgpu.store(_window(x, rows, columns), tile, mask=tile_mask(rows, column_mask))
+
+
+def _half(first: Scalar) -> Scalar:
+    """Of a column, which is at least 0: `//` would tell the compiler less of its divisors."""
+    return first // 2 if isinstance(first, int) else jax.lax.div(first, jnp.int32(2))
+
+
+def store_partial(x_ref: Ref, pair: Scalar, split: Scalar, logits: jax.Array) -> None:
+    """Write a tile [block, block] to a [pairs, splits, block, block] ref."""
+    plgpu.store(x_ref.at[pair, split], logits)
+
+
+def load_partials(x_ref: Ref, pair: Scalar, first: Scalar, count: int, first_row: Scalar,
+                  rows: int) -> jax.Array:  # fmt: skip
+    """Some rows of the tiles of so many splits, [count, rows, block]."""
+    where = pl.ds(first, count), pl.ds(first_row, rows), pl.ds(0, x_ref.shape[-1])
+    return plgpu.load(x_ref.at[(pair, *where)])
 
 
 def load_numbers(x_ref: Ref, head: Scalar, rows: Rows, other: float) -> jax.Array:
@@ -201,14 +244,16 @@ def store_numbers(x_ref: Ref, head: Scalar, rows: Rows, numbers: jax.Array) -> N
 
 
 def pair_columns(
-    first: int, width: int, head_dim: int, rotary_dim: int
+    first: Scalar, width: int, head_dim: int, rotary_dim: int, end: int | None = None
 ) -> tuple[pl.Slice | jax.Array, pl.Slice | jax.Array, jax.Array | None]:
     """The two columns of each pair first .. first + width, and the mask of the pairs that exist.
 
     Rotary pairs are (i, i + rotary_dim / 2). The dims that pass unrotated form pairs of the same
-    kind behind them, so that one code serves both: their angle is 0.
+    kind behind them, so that one code serves both: their angle is 0. end: of the last tile, where
+    `first` is counted by a loop.
     """
-    if rotary_dim == head_dim and first + width <= head_dim // 2:
+    whole = (first + width if end is None else end) <= head_dim // 2
+    if rotary_dim == head_dim and whole:
         return pl.ds(first, width), pl.ds(first + head_dim // 2, width), None
     pair = first + jnp.arange(width, dtype=jnp.int32)
     if rotary_dim == head_dim:
@@ -220,21 +265,48 @@ def pair_columns(
     return column, partner, pair < head_dim // 2
 
 
+def rotary_dim_of(cos_ref: Ref, head_dim: int) -> int:
+    """Columns of a head that have angles: all, if positions stand in place of cos."""
+    return 2 * cos_ref.shape[1] if len(cos_ref.shape) == 2 else head_dim
+
+
 def load_angles(
-    cos_ref: Ref, sin_ref: Ref, rows: Rows, first: int, width: int, rotary_dim: int
-) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [rows, width / 2] for the rotated tile of columns first .. first + width."""
-    columns, column_mask = tile_columns(first // 2, width // 2, rotary_dim // 2)
+    cos_ref: Ref, sin_ref: Ref, rows: Rows, first: Scalar, width: int, rotary_dim: int,
+    embed: Embedding = ROPE, end: int | None = None,
+) -> tuple[jax.Array | None, jax.Array | None]:  # fmt: skip
+    """cos and sin [rows, width / 2] for the embedded tile of columns first .. first + width.
+
+    Of POSITIONS cos_ref holds the rows' positions, and sin_ref the angles' steps (see
+    `frequency_steps`). end: as in load_columns.
+    """
+    if embed is None:
+        return None, None
+    half_end = None if end is None else end // 2
+    columns, column_mask = tile_columns(_half(first), width // 2, rotary_dim // 2, end=half_end)
+    if embed == POSITIONS:
+        rows_of_steps = (sin_ref.at[jnp.int32(i), columns] for i in range(2))
+        step, rest = (_load(x, column_mask, 0)[None, :] for x in rows_of_steps)
+        position = _load(_row_window(cos_ref, rows), rows.mask, 0)[:, None]
+        cos, sin = cos_and_sin(position, step, rest)
+        if column_mask is not None:
+            cos, sin = (jnp.where(column_mask[None, :], x, 0.0) for x in (cos, sin))
+        return cos, sin
     mask = tile_mask(rows, column_mask)
-    cos = _load(_window(cos_ref, rows, columns), mask, 1.0)
+    # Columns behind those with angles pass as they are.
+    cos = _load(_window(cos_ref, rows, columns), mask, 1.0 if embed == ROPE else 0.0)
     sin = _load(_window(sin_ref, rows, columns), mask, 0.0)
     return cos, sin
 
 
-def load_pairs(x: Head, rows: Rows, first: int, width: int,
-               head_dim: int, rotary_dim: int) -> Pair:  # fmt: skip
-    """The two halves [rows, width / 2] of columns first .. first + width in paired order."""
-    column, partner, column_mask = pair_columns(first // 2, width // 2, head_dim, rotary_dim)
+def load_pairs(x: Head, rows: Rows, first: Scalar, width: int, head_dim: int, rotary_dim: int,
+               end: int | None = None) -> Pair:  # fmt: skip
+    """The two halves [rows, width / 2] of columns first .. first + width in paired order.
+
+    end: as in load_columns.
+    """
+    half_end = None if end is None else end // 2
+    columns = _half(first), width // 2
+    column, partner, column_mask = pair_columns(*columns, head_dim, rotary_dim, half_end)
     mask = tile_mask(rows, column_mask)
     x1 = _load(_window(x, rows, column), mask, 0.0)
     x2 = _load(_window(x, rows, partner), mask, 0.0)
@@ -244,7 +316,7 @@ def load_pairs(x: Head, rows: Rows, first: int, width: int,
 def store_pairs(x: Head, rows: Rows, tile: Pair, first: int, width: int,
                 head_dim: int, rotary_dim: int) -> None:  # fmt: skip
     """The inverse of load_pairs."""
-    column, partner, column_mask = pair_columns(first // 2, width // 2, head_dim, rotary_dim)
+    column, partner, column_mask = pair_columns(_half(first), width // 2, head_dim, rotary_dim)
     mask = tile_mask(rows, column_mask)
     plgpu.store(_window(x, rows, column), tile[0], mask=mask)
     plgpu.store(_window(x, rows, partner), tile[1], mask=mask)
@@ -294,7 +366,7 @@ def normalized(x: Pair | jax.Array, inverse: jax.Array | None, norm: Norm | None
     """
     if norm is None:
         return x
-    *columns, mask = pair_columns(first // 2, width // 2, head_dim, rotary_dim)
+    *columns, mask = pair_columns(_half(first), width // 2, head_dim, rotary_dim)
 
     def weight(column: pl.Slice | jax.Array) -> jax.Array:
         loaded, *second = (_load(ref.at[column], mask, 0.0) for ref in norm.weights)
@@ -324,33 +396,46 @@ def store_rotated(x: Rotated, rows: Rows, tile: jax.Array, first: int, width: in
     plgpu.store(_window(x, rows, columns), tile, mask=tile_mask(rows, None))
 
 
-def rotary_head(ref: Ref, part: int, head: Scalar, heads: int, rotate: bool) -> Head | Rotated:
-    """What load_rotary takes: a head of the caller's if it is to be rotated, else a rotated one."""
-    return Head(ref, part, head) if rotate else Rotated(ref, part, head, heads)
+def rotary_head(ref: Ref, part: int, head: Scalar, heads: int, embed: Embedding) -> Head | Rotated:
+    """What load_rotary takes: a head of the caller's if it is to be embedded, else one that is.
+
+    Embedded ones of wide heads have four axes, too.
+    """
+    is_row = embed is None and len(ref.shape) == 3
+    return Rotated(ref, part, head, heads) if is_row else Head(ref, part, head)
 
 
-def load_rotary(x: Head | Rotated, rows: Rows, first: int, width: int,
-                rotary_dim: int, rotate: bool) -> Pair | jax.Array:  # fmt: skip
-    """What rotary_tile takes: the halves if it rotates, else the tile that rotate_kernel wrote."""
-    if rotate:
-        return load_pairs(x, rows, first, width, x.ref.shape[-1], rotary_dim)
-    columns = rotated_columns(x, first, width)
-    return _load(_window(x, rows, columns), tile_mask(rows, None), 0.0)
+def load_rotary(x: Head | Rotated, rows: Rows, first: Scalar, width: int, rotary_dim: int,
+                embed: Embedding, end: int | None = None) -> Pair | jax.Array:  # fmt: skip
+    """What embedded_tile takes: the halves of what is rotated, the columns of what is added to; of
+    what rotate_kernel has embedded the tile that it wrote. end: as in load_columns.
+    """
+    if isinstance(x, Rotated):
+        columns = rotated_columns(x, first, width)
+        return _load(_window(x, rows, columns), tile_mask(rows, None), 0.0)
+    head_dim = x.ref.shape[-1]
+    if embed == ROPE:
+        return load_pairs(x, rows, first, width, head_dim, rotary_dim, end)
+    return load_columns(x, rows, first, width, head_dim, end=end)
 
 
-def rotary_tile(x: Pair | jax.Array, cos: jax.Array, sin: jax.Array, rotate: bool,
-                dtype: DTypeLike | None = None) -> jax.Array:  # fmt: skip
-    """A tile of Q or K in paired order, rotated; of a dtype, or of that of its halves."""
-    if rotate:
+def embedded_tile(x: Pair | jax.Array, cos: jax.Array | None, sin: jax.Array | None,
+                  embed: Embedding, dtype: DTypeLike | None = None) -> jax.Array:  # fmt: skip
+    """A tile of Q or K with its embedding, in fp32; then of a dtype, or of that of what it was."""
+    if embed is None:
+        return x
+    if embed == ROPE:
         y1, y2 = rotate_pairs(x, cos, sin)
         # Rounded last: of joined tiles Triton 3.6 makes no product where rotary_dim / 2 is odd.
         return interleave(y1, y2).astype(dtype or x[0].dtype)
-    return x
+    # PE(pos, 2i) = sin(pos / 10000^(2i / head_dim)), PE(pos, 2i + 1) = cos of the same
+    # (Vaswani et al., Attention Is All You Need, 2017).
+    return (x.astype(jnp.float32) + interleave(sin, cos)).astype(dtype or x.dtype)
 
 
 def rotate_back(y: jax.Array, cos: jax.Array, sin: jax.Array, dtype: DTypeLike) -> Pair:
     """The two halves of a tile in paired order, by the opposite angles: what a gradient of
-    rotary_tile's result is to its argument. fp32 y; the halves are of dtype.
+    embedded_tile's result is to its argument. fp32 y; the halves are of dtype.
     """
     rows, width = y.shape
     halves = jax.lax.split(y.reshape(rows, width // 2, 2), (1, 1), axis=2)

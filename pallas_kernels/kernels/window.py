@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kernels.tiles import (
+    Embedding,
     Head,
     Norm,
     Ref,
@@ -15,6 +16,7 @@ from pallas_kernels.kernels.tiles import (
     Scalar,
     barrier,
     dot,
+    embedded_tile,
     exp2,
     inverse_rms,
     load_angles,
@@ -22,8 +24,8 @@ from pallas_kernels.kernels.tiles import (
     load_rotary,
     normalized,
     padding_bounds,
+    rotary_dim_of,
     rotary_head,
-    rotary_tile,
     segment_bounds,
     store_columns,
     store_numbers,
@@ -46,8 +48,8 @@ def window_kernel(
     scale_log2: float,
     # how a head is cut
     main: int, tail: int,
-    # what is rotated here
-    rotate_q: bool, rotate_k: bool,
+    # what is done to Q and K here, see tiles.py
+    embed_q: Embedding, embed_k: Embedding,
     # rows of a tile, at least the longest segment
     block: int,
     # longer segments and padding are another launch's
@@ -59,7 +61,7 @@ def window_kernel(
 ) -> None:  # fmt: skip
     """One program for each (segment, head); heads run fastest, so neighbours share cache lines."""
     tokens, _, heads, head_dim = out_ref.shape
-    rotary_dim = 2 * cos_ref.shape[1]
+    rotary_dim = rotary_dim_of(cos_ref, head_dim)
     segments = cu_seqlens_ref.shape[0] - 1
     segment = pl.program_id(0) // heads
     head = pl.program_id(0) % heads
@@ -67,8 +69,8 @@ def window_kernel(
     q_part, k_part, v_part = parts
     k_heads = v_ref.shape[2]
     served_by = head if k_heads == heads else head // (heads // k_heads)
-    q_head = rotary_head(q_ref, q_part, head, heads, rotate_q)
-    k_head = rotary_head(k_ref, k_part, served_by, k_heads, rotate_k)
+    q_head = rotary_head(q_ref, q_part, head, heads, embed_q)
+    k_head = rotary_head(k_ref, k_part, served_by, k_heads, embed_k)
     v_head = Head(v_ref, v_part, served_by)
     out_head = Head(out_ref, 0, head)
     q_norm, k_norm = (
@@ -83,11 +85,11 @@ def window_kernel(
     # An empty segment may start at the end.
     loaded = Rows(jnp.minimum(start, tokens - 1), block, None, last=jnp.maximum(length - 1, 0))
 
-    q = load_rotary(q_head, loaded, 0, main, rotary_dim, rotate_q)
-    k = load_rotary(k_head, loaded, 0, main, rotary_dim, rotate_k)
+    q = load_rotary(q_head, loaded, 0, main, rotary_dim, embed_q)
+    k = load_rotary(k_head, loaded, 0, main, rotary_dim, embed_k)
     if tail > 0:
-        q_tail = load_rotary(q_head, loaded, main, tail, rotary_dim, rotate_q)
-        k_tail = load_rotary(k_head, loaded, main, tail, rotary_dim, rotate_k)
+        q_tail = load_rotary(q_head, loaded, main, tail, rotary_dim, embed_q)
+        k_tail = load_rotary(k_head, loaded, main, tail, rotary_dim, embed_k)
     # V before the products: loaded behind them, ptxas 12.8 gets the address of the second of two
     # products with V wrong; a test looks for that in the machine code.
     v = load_columns(v_head, rows, 0, main, head_dim)  # [block, main]
@@ -95,9 +97,9 @@ def window_kernel(
         v_tail = load_columns(v_head, rows, main, tail, head_dim)  # [block, tail]
     # Last the angles, which other heads have brought into the cache, and the bounds of the padding,
     # which are for the end.
-    cos, sin = load_angles(cos_ref, sin_ref, loaded, 0, main, rotary_dim)  # [block, main / 2]
+    cos, sin = load_angles(cos_ref, sin_ref, loaded, 0, main, rotary_dim, embed_q)
     if tail > 0:
-        cos_tail, sin_tail = load_angles(cos_ref, sin_ref, loaded, main, tail, rotary_dim)
+        cos_tail, sin_tail = load_angles(cos_ref, sin_ref, loaded, main, tail, rotary_dim, embed_q)
     padding_end, padding_start = padding_bounds(cu_seqlens_ref, segments, tokens)
     # So all these loads are in flight at once: the launch table's bound on registers leaves room
     # for them, and the barrier keeps the compiler from moving any down to where it is needed.
@@ -109,14 +111,14 @@ def window_kernel(
     q_inverse = inverse_rms(q, q_tail if tail > 0 else None, q_norm, head_dim)
     k_inverse = inverse_rms(k, k_tail if tail > 0 else None, k_norm, head_dim)
     q = normalized(q, q_inverse, q_norm, 0, main, head_dim, rotary_dim)
-    q = rotary_tile(q, cos, sin, rotate_q, dtype)  # [block, main]
+    q = embedded_tile(q, cos, sin, embed_q, dtype)  # [block, main]
     k = normalized(k, k_inverse, k_norm, 0, main, head_dim, rotary_dim)
-    k = rotary_tile(k, cos, sin, rotate_k, dtype)  # [block, main]
+    k = embedded_tile(k, cos, sin, embed_k, dtype)  # [block, main]
     if tail > 0:
         q_tail = normalized(q_tail, q_inverse, q_norm, main, tail, head_dim, rotary_dim)
         k_tail = normalized(k_tail, k_inverse, k_norm, main, tail, head_dim, rotary_dim)
-        q_tail = rotary_tile(q_tail, cos_tail, sin_tail, rotate_q, dtype)  # [block, tail]
-        k_tail = rotary_tile(k_tail, cos_tail, sin_tail, rotate_k, dtype)  # [block, tail]
+        q_tail = embedded_tile(q_tail, cos_tail, sin_tail, embed_q, dtype)  # [block, tail]
+        k_tail = embedded_tile(k_tail, cos_tail, sin_tail, embed_k, dtype)  # [block, tail]
 
     @pl.when((length > 0) & (length <= block))
     def _attend() -> None:

@@ -14,17 +14,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kernels.tiles import (
+    ROPE,
     Head,
     Ref,
     Rows,
     barrier,
     dot,
+    embedded_tile,
     exp2,
     load_angles,
     load_columns,
     load_pairs,
     padding_bounds,
-    rotary_tile,
     rotate_back,
     segment_bounds,
     store_columns,
@@ -99,11 +100,11 @@ def window_backward_kernel(
     # All these loads are in flight at once, and Q and K rotated outside of the branch that
     # multiplies them, as in the forward kernel.
     barrier(interpreted)
-    q = rotary_tile(q, cos, sin, True)  # [block, main]
-    k = rotary_tile(k, cos, sin, True)  # [block, main]
+    q = embedded_tile(q, cos, sin, ROPE)  # [block, main]
+    k = embedded_tile(k, cos, sin, ROPE)  # [block, main]
     if tail > 0:
-        q_tail = rotary_tile(q_tail, cos_tail, sin_tail, True)  # [block, tail]
-        k_tail = rotary_tile(k_tail, cos_tail, sin_tail, True)  # [block, tail]
+        q_tail = embedded_tile(q_tail, cos_tail, sin_tail, ROPE)  # [block, tail]
+        k_tail = embedded_tile(k_tail, cos_tail, sin_tail, ROPE)  # [block, tail]
 
     @pl.when((length > 0) & (length <= block))
     def _differentiate() -> None:
@@ -148,12 +149,12 @@ def window_backward_kernel(
             columns = first, width, head_dim, rotary_dim
             if reload:
                 barrier(interpreted)
-                k_tile = rotary_tile(load_pairs(k_head, loaded, *columns), *angles, True)
+                k_tile = embedded_tile(load_pairs(k_head, loaded, *columns), *angles, ROPE)
             q_grad = rotate_back(dot(s_grad, k_tile) * factor, *angles, dtype)
             store_pairs(q_grad_head, rows, q_grad, *columns)
             if reload:
                 barrier(interpreted)
-                q_tile = rotary_tile(load_pairs(q_head, loaded, *columns), *angles, True)
+                q_tile = embedded_tile(load_pairs(q_head, loaded, *columns), *angles, ROPE)
             k_grad = rotate_back(dot(s_grad.T, q_tile) * factor, *angles, dtype)
             store_pairs(k_grad_head, rows, k_grad, *columns)
 

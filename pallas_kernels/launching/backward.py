@@ -7,16 +7,27 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels.checks import NO_NORMS, NORM_EPS
+from pallas_kernels.checks import MAX_TILED_HEAD_DIM, NO_NORMS, NORM_EPS
 from pallas_kernels.kernels.stream import hoists
 from pallas_kernels.kernels.stream_backward import (
     stream_backward_kv_kernel,
     stream_backward_q_kernel,
 )
 from pallas_kernels.kernels.window_backward import window_backward_kernel
-from pallas_kernels.launching.choose import find_launch, head_split, window_limit
+from pallas_kernels.launching.choose import (
+    find_launch,
+    has_specialized_gradients,
+    head_split,
+    window_limit,
+)
+from pallas_kernels.launching.hopper_backward import hopper_gradients
 from pallas_kernels.launching.launch import run_all
 from pallas_kernels.launching.plan import LOG2_E, operands, rotate_by_kernel
+
+
+def has_gradient_kernels(head_dim: int, embed: str) -> bool:
+    """Whether kernels compute gradients in Q, K and V: of rotated heads that a tile holds."""
+    return embed == "rope" and head_dim <= MAX_TILED_HEAD_DIM
 
 
 def needs_lse(dtype: DTypeLike, head_dim: int, max_seqlen: int) -> bool:
@@ -44,6 +55,10 @@ def attention_gradients(
     row, or nothing if `needs_lse` says so.
     """
     gradients = _stream_gradients if kept else _window_gradients
+    tokens, _, heads, head_dim = qkv[-1].shape
+    shape = grad.dtype, head_dim, max_seqlen, tokens, heads
+    if kept and not interpret and has_specialized_gradients(*shape):
+        gradients = hopper_gradients
     grad, *kept = (x[:, None] if x.ndim == 3 else x for x in (grad, *kept))
     bounds = {"max_seqlen": max_seqlen, "scale": scale}
     return gradients(grad, qkv, cos, sin, cu_seqlens, *kept, **bounds, interpret=interpret)

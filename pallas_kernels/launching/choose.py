@@ -1,7 +1,7 @@
 """Which kernel, with which block sizes, warps and stages, for each case.
 
 Nothing is tuned at call time: `launches.json` says what was fastest, `python -m compare tune`
-makes it anew. The warp-specialized kernel, whose tiles are fixed, is in no table.
+makes it anew. The warp-specialized kernels, whose tiles are fixed, are in no table.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_kernels.checks import MAX_TILED_HEAD_DIM
 from pallas_kernels.kernels.dialect import HAVE_TRITON
 from pallas_kernels.kernels.softmax import is_online
 from pallas_kernels.launching.compile import HAVE_MOSAIC, compiler
@@ -38,6 +39,13 @@ _SHORTEST_COPIED = 3072
 _FULL_WITH_TAIL, _FULL_OTHERWISE = 0.75, 0.7
 _MULTIPROCESSORS = 132
 
+# Of which dtypes gradients are computed by warp-specialized kernels, too: () for none. fp16 would
+# want the largest gradient of each tile, see stream_backward.py.
+_BACKWARD_DTYPES = (jnp.bfloat16,)
+_WIDEST_BACKWARD = 128  # two gradients' sums fill the registers
+# How far their programs have to fill their waves.
+_FULL_BACKWARD = 0.6
+
 # What batch-invariant calls look long segments, and rows, up by, whatever they have.
 INVARIANT_LENGTH, INVARIANT_ROWS = 4096, 4096 * 16
 
@@ -47,6 +55,10 @@ _table = jax.make_user_context(Table.read(TABLE_FILE))
 _warp_specialized = jax.make_user_context(True)
 
 
+# Of wide heads: the longest segment whose logits one tile holds, and what every chunk's columns
+# divide. fp32 is multiplied as such ("ieee"), or by three products on tensor cores ("tf32x3").
+WIDE_LIMIT, WIDEST_CHUNK = 64, 128
+WIDE_FP32 = "ieee"
 # A tensor-core product needs 16 columns.
 MIN_COLUMNS = 16
 
@@ -62,12 +74,36 @@ def head_split(head_dim: int) -> tuple[int, int]:
     return main, max(MIN_COLUMNS, next_power_of_2(rest)) if rest > 0 else 0
 
 
-def rotated_row(heads: int, head_dim: int) -> int:
+def is_wide(head_dim: int) -> bool:
+    """Whether no tile holds a head, which is then read in chunks of columns."""
+    return head_dim > MAX_TILED_HEAD_DIM
+
+
+def precision(dtype: DTypeLike) -> str:
+    """How wide heads are multiplied, see `tiles.dot`."""
+    return WIDE_FP32 if dtype == jnp.float32 else "ieee"
+
+
+def column_splits(pairs: int, head_dim: int, columns: int) -> int:
+    """Programs that share the columns of one of so many (segment, head) pairs of wide heads.
+
+    One, unless that left a quarter of the multiprocessors idle; then as many as there are chunks
+    for, until all are busy, and by eights, as so many partial logits are loaded at once.
+    """
+    if pairs >= 0.75 * _MULTIPROCESSORS:
+        return 1
+    splits = min(pl.cdiv(head_dim, columns), pl.cdiv(_MULTIPROCESSORS, max(pairs, 1)))
+    return splits if splits < 8 else splits // 8 * 8
+
+
+def rotated_row(heads: int, head_dim: int, in_chunks: bool = False) -> int:
     """Elements of a token's row of heads that are rotated beforehand.
 
     All their main tiles, then all their tails; rounded up to 128 bytes of 16-bit elements, so that
-    each row starts at a cache line.
+    each row starts at a cache line. Of heads in chunks one behind the other, of whole chunks.
     """
+    if in_chunks:
+        return heads * pl.cdiv(head_dim, WIDEST_CHUNK) * WIDEST_CHUNK
     return -(-heads * sum(head_split(head_dim)) // 64) * 64
 
 
@@ -75,8 +111,10 @@ def window_limit(dtype: DTypeLike, head_dim: int) -> int:
     """The longest segment that one tile holds; longer ones go to the stream kernel.
 
     Tiles of 128 rows of 256 columns would not fit the 99 KB of shared memory of compute
-    capabilities 8.6, 8.9 and 12.0.
+    capabilities 8.6, 8.9 and 12.0. Of wide heads it holds the logits alone.
     """
+    if is_wide(head_dim):
+        return WIDE_LIMIT
     if dtype == jnp.float32:
         return 32
     return 64 if sum(head_split(head_dim)) > 192 else 128
@@ -135,12 +173,28 @@ def is_warp_specialized(
     shortest = _SHORTEST if rows_of(tokens) == tokens else _SHORTEST_COPIED
     if max_seqlen < shortest or is_online(dtype, head_dim, max_seqlen):
         return False
-    programs = pl.cdiv(tokens, BLOCK) * heads
-    waves = pl.cdiv(programs, _MULTIPROCESSORS)
     tail_in_sectors = head_split(head_dim)[1] > 0 and head_dim % 16 == 0
     fullness = _FULL_WITH_TAIL if tail_in_sectors else _FULL_OTHERWISE
-    full = programs >= fullness * waves * _MULTIPROCESSORS
+    full = _fills_waves(fullness, tokens, heads)
     return head_dim > _WIDEST_FOR_STREAM and full and tiles_fit(tokens, heads, head_dim)
+
+
+def has_specialized_gradients(
+    dtype: DTypeLike, head_dim: int, max_seqlen: int, tokens: int, heads: int
+) -> bool:
+    """The same of the kernels for gradients. Tokens that are not by eights are copied there, too,
+    which counts for less.
+    """
+    if not can_warp_specialize() or dtype not in _BACKWARD_DTYPES:
+        return False
+    fits = _WIDEST_FOR_STREAM < head_dim <= _WIDEST_BACKWARD and tokens >= BLOCK
+    return fits and max_seqlen >= _SHORTEST and _fills_waves(_FULL_BACKWARD, tokens, heads)
+
+
+def _fills_waves(share: float, tokens: int, heads: int) -> bool:
+    """Whether programs, of which a multiprocessor holds one, fill such a share of their waves."""
+    programs = pl.cdiv(tokens, BLOCK) * heads
+    return programs >= share * pl.cdiv(programs, _MULTIPROCESSORS) * _MULTIPROCESSORS
 
 
 def has_kernel(

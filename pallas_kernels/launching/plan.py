@@ -13,14 +13,19 @@ from pallas_kernels.kernels.rotate import rotate_kernel
 from pallas_kernels.kernels.softmax import is_online
 from pallas_kernels.kernels.stream import hoists, stream_kernel
 from pallas_kernels.kernels.tiles import rotate_pairs
+from pallas_kernels.kernels.wide import wide_kernel
 from pallas_kernels.kernels.window import window_kernel
 from pallas_kernels.launching.choose import (
     INVARIANT_LENGTH,
     INVARIANT_ROWS,
+    MIN_COLUMNS,
+    column_splits,
     find_launch,
     head_split,
     invariant_limit,
     is_warp_specialized,
+    is_wide,
+    precision,
     rotated_row,
     rows_of,
     tiles_fit,
@@ -28,6 +33,7 @@ from pallas_kernels.launching.choose import (
 )
 from pallas_kernels.launching.launch import run, run_all, run_hopper_stream
 from pallas_kernels.reference import normalize_reference
+from pallas_kernels.sinusoidal import cos_and_sin, frequency_steps
 
 LOG2_E = 1.4426950408889634
 
@@ -69,6 +75,12 @@ def attend(
     if not batch_invariant:
         return _attend(*arrays, serving=Serving(max_seqlen), fuse=fuse, **options)
     v = arrays[0][-1]
+    if is_wide(v.shape[-1]):  # of which the programs that share one depend on sizes
+        serving, fuse = (
+            Serving(INVARIANT_LENGTH, INVARIANT_ROWS),
+            "none" if fuse == "auto" else fuse,
+        )
+        return _attend(*arrays, serving=serving, fuse=fuse, **options)
     limit = invariant_limit(v.dtype, v.shape[-1])
     short = Serving(limit, INVARIANT_ROWS, shared=max_seqlen > limit)
     short = functools.partial(
@@ -94,6 +106,7 @@ def _attend(
     fuse: str,
     interpret: bool,
     norm_eps: float,
+    embed: str,
     keeps_lse: bool = False,
     written: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, ...]:
@@ -104,6 +117,8 @@ def _attend(
     (q, k, v), (q_part, k_part, v_part) = operands(qkv)
     tokens, _, heads, head_dim = q.shape
     k_heads = k.shape[2]
+    if embed == "positions":
+        sin = jnp.asarray(frequency_steps(head_dim))  # behind positions, which are in cos' place
     if (
         fuse == "qk"
         and norms[1] is not None
@@ -121,7 +136,7 @@ def _attend(
         if HAVE_TRITON
         else rotate_by_xla
     )
-    rotated = functools.partial(rotate, cos=cos, sin=sin, rows=rows, norm_eps=norm_eps)
+    rotated = functools.partial(rotate, cos=cos, sin=sin, rows=rows, norm_eps=norm_eps, embed=embed)
     q_norm, k_norm = norms
     if fuse == "none" and len(qkv) == 1 and (q_norm is None) == (k_norm is None):
         q = k = rotated(q, q_part, 2, norms=norms)
@@ -137,49 +152,62 @@ def _attend(
         how = parts, scale_log2, guess, keeps_lse
         return run_hopper_stream(q, k, v, cu_seqlens, heads, *how)
     read = q, k, v, cos, sin, cu_seqlens, q_norm, k_norm
-    how = scale_log2, serving, fuse, norm_eps, interpret, keeps_lse, written
+    how = scale_log2, serving, fuse, norm_eps, interpret, keeps_lse, written, embed
     return _attention(read, heads, parts, *how)
 
 
 def rotate_by_kernel(
     x: jax.Array, first_part: int, parts: int,
     cos: jax.Array, sin: jax.Array, rows: int, norms: tuple[jax.Array | None, ...], norm_eps: float,
-    interpret: bool, looked_up: int | None = None,
+    interpret: bool, looked_up: int | None = None, embed: str = "rope", joined: bool = False,
 ) -> jax.Array:  # fmt: skip
     """So many parts of x rotated, [rows, parts, row] as the attention kernels read them.
 
     norms: of each part, all or none. looked_up: tokens x heads that the launch is looked up by;
-    None: those of x.
+    None: those of x. joined: [rows, parts * heads, columns], a head's tiles side by side.
     """
     tokens, _, heads, head_dim = x.shape
     launch = find_launch("rotate", x.dtype, head_dim, 1, looked_up or tokens * heads)
     main, tail = head_split(head_dim)
     blocks = {"block": launch.block, "group": launch.block_k}
-    blocks |= {"norm_eps": norm_eps}
-    kernel = functools.partial(rotate_kernel, first_part=first_part, main=main, tail=tail, **blocks)
+    blocks |= {"norm_eps": norm_eps, "embed": embed, "joined": joined}
+    blocks |= {"main": main, "tail": tail, "columns": launch.columns}
+    kernel = functools.partial(rotate_kernel, first_part=first_part, **blocks)
     weights = tuple(weight for weight in norms if weight is not None)
     programs = pl.cdiv(tokens, launch.block) * parts * pl.cdiv(heads, launch.block_k)
     shape = (rows, parts, rotated_row(heads, head_dim))
+    if joined:
+        shape = (rows, parts * heads, main + tail)
+    if launch.columns is not None:
+        row = rotated_row(1, head_dim, in_chunks=True)
+        programs, shape = programs * (row // launch.columns), (rows, parts, heads, row)
     return run(kernel, programs, shape, x.dtype, launch, interpret, (x, cos, sin, weights))
 
 
 def rotate_by_xla(
     x: jax.Array, first_part: int, parts: int,
     cos: jax.Array, sin: jax.Array, rows: int, norms: tuple[jax.Array | None, ...], norm_eps: float,
+    embed: str,
 ) -> jax.Array:  # fmt: skip
     """What `rotate_by_kernel` returns, where there is no Triton to write its kernel for."""
     (tokens, _, heads, head_dim), dtype = x.shape, x.dtype
+    if embed == "positions":
+        cos, sin = cos_and_sin(cos[:, None], *sin)
     half, rest = cos.shape[1], head_dim // 2 - cos.shape[1]
     x = x[:, first_part : first_part + parts]
     if norms[0] is not None:
         of_parts = zip(x.swapaxes(0, 1), norms, strict=True)
         x = jnp.stack([normalize_reference(*part, norm_eps) for part in of_parts], axis=1)
-    first, second, *passed = jnp.split(x, (half, 2 * half, 2 * half + rest), axis=-1)
-    pair = jnp.concatenate([first, passed[0]], -1), jnp.concatenate([second, passed[1]], -1)
-    angles = ((0, 0), (0, rest))  # dims that pass unrotated have angles of 0
-    cos = jnp.pad(cos, angles, constant_values=1)[:, None, None]
-    sin = jnp.pad(sin, angles)[:, None, None]
-    columns = jnp.stack(rotate_pairs(pair, cos, sin), axis=-1).reshape(x.shape).astype(dtype)
+    if embed == "rope":
+        first, second, *passed = jnp.split(x, (half, 2 * half, 2 * half + rest), axis=-1)
+        pair = jnp.concatenate([first, passed[0]], -1), jnp.concatenate([second, passed[1]], -1)
+        angles = ((0, 0), (0, rest))  # dims that pass unrotated have angles of 0
+        cos = jnp.pad(cos, angles, constant_values=1)[:, None, None]
+        sin = jnp.pad(sin, angles)[:, None, None]
+        columns = jnp.stack(rotate_pairs(pair, cos, sin), axis=-1).reshape(x.shape).astype(dtype)
+    else:
+        added = jnp.stack([sin, cos], axis=-1).reshape(tokens, 1, 1, head_dim)
+        columns = (x.astype(jnp.float32) + added).astype(dtype)
     main, tail = head_split(head_dim)
     columns = jnp.pad(columns, ((0, 0), (0, 0), (0, 0), (0, main + tail - head_dim)))
     tiles = [tile.reshape(tokens, parts, -1) for tile in jnp.split(columns, (main,), axis=-1)]
@@ -199,6 +227,7 @@ def _attention(
     interpret: bool,
     keeps_lse: bool,
     written: tuple[jax.Array, ...],
+    embed: str,
 ) -> tuple[jax.Array, ...]:
     """Attention that reads (q, k, v, cos, sin, cu_seqlens), of the first three one part each, and
     the norms of what is rotated here; q is of so many heads.
@@ -210,6 +239,12 @@ def _attention(
     segments = cu_seqlens.shape[0] - 1
     max_seqlen, looked_up, shortest, shared = serving
     shape = v.dtype, head_dim, max_seqlen, looked_up or tokens * heads
+    products = "ieee" if interpret else precision(v.dtype)
+    if is_wide(head_dim) and max_seqlen <= window_limit(v.dtype, head_dim):
+        return _wide_attention(
+            read[:6], heads, parts, scale_log2, serving, fuse, interpret, embed, products
+        )
+    main, tail = head_split(head_dim)
     if max_seqlen <= window_limit(v.dtype, head_dim):
         launch = find_launch("window", *shape)
         kernel, programs, blocks = window_kernel, segments * heads, {"shared": shared}
@@ -218,10 +253,15 @@ def _attention(
         kernel, programs = stream_kernel, pl.cdiv(tokens, launch.block) * heads
         online = is_online(v.dtype, head_dim, max_seqlen)
         blocks = {"online": online, "block_k": launch.block_k, "shortest": shortest}
-    main, tail = head_split(head_dim)
+        blocks |= {"columns": launch.columns, "precision": "ieee"}
+        if launch.columns is not None:
+            main, tail = launch.out_columns, 0
+            programs *= pl.cdiv(head_dim, main)
+            blocks["precision"] = products
     kernel = functools.partial(
         kernel, parts=parts, scale_log2=scale_log2, main=main, tail=tail, block=launch.block,
-        rotate_q=fuse != "none", rotate_k=fuse == "qk", norm_eps=norm_eps, interpreted=interpret,
+        embed_q=embed if fuse != "none" else None, embed_k=embed if fuse == "qk" else None,
+        norm_eps=norm_eps, interpreted=interpret,
         **blocks,
     )  # fmt: skip
     results = [((tokens, 1, heads, head_dim), v.dtype)]
@@ -232,3 +272,42 @@ def _attention(
     how = launch, interpret, read, disable_licm, written
     out, *lse = run_all(kernel, programs, results, *how)
     return out[:, 0], *lse
+
+
+def _wide_attention(
+    read: tuple[jax.Array, ...],
+    heads: int,
+    parts: tuple[int, int, int],
+    scale_log2: float,
+    serving: Serving,
+    fuse: str,
+    interpret: bool,
+    embed: str,
+    products: str,
+) -> tuple[jax.Array]:
+    """Attention within short segments of wide heads; arguments as of `_attention`.
+
+    products: how fp32 is multiplied, see `tiles.dot`.
+    """
+    _, _, v, _, _, cu_seqlens = read
+    tokens, _, _, head_dim = v.shape
+    shape = v.dtype, head_dim, serving.max_seqlen, serving.rows or tokens * heads
+    launch = find_launch("wide", *shape)
+    pairs, block = (cu_seqlens.shape[0] - 1) * heads, launch.block
+    splits = column_splits(pairs, head_dim, launch.columns)
+    # Query rows of a program that adds up partial logits: few, as there are many to add.
+    rows = block if splits == 1 else MIN_COLUMNS
+    out_splits = pl.cdiv(splits, block // rows)
+    kernel = functools.partial(
+        wide_kernel, parts=parts, heads=heads, scale_log2=scale_log2, columns=launch.columns,
+        precision=products, embed_q=embed if fuse != "none" else None,
+        embed_k=embed if fuse == "qk" else None, block=block, splits=splits,
+        out_splits=out_splits, out_rows=rows, interpreted=interpret,
+    )  # fmt: skip
+    how, partial = (launch, interpret), None
+    if splits > 1:
+        first, written = functools.partial(kernel, is_first=True), (pairs, splits, block, block)
+        partial = run(first, pairs * splits, written, jnp.float32, *how, (*read, None))
+    last, programs = functools.partial(kernel, is_first=False), pairs * out_splits * (block // rows)
+    shape = tokens, 1, heads, head_dim
+    return (run(last, programs, shape, v.dtype, *how, (*read, partial))[:, 0],)

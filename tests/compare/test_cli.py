@@ -18,7 +18,16 @@ from compare.common.result_files import Record
 from tests.compare import synthetic
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ["kernels", "fusion", "training", "towers", "integration", "vllm", "scale"]
+BENCHMARKS = [
+    "kernels",
+    "fusion",
+    "embeddings",
+    "training",
+    "towers",
+    "integration",
+    "vllm",
+    "scale",
+]
 
 
 @pytest.fixture
@@ -59,6 +68,7 @@ def gpu_benchmarks(monkeypatch, tmp_path):
         for benchmark in (
             "compare.bench.kernels.bench_kernels",
             "compare.bench.fusion.measure_fusion",
+            "compare.bench.embeddings.bench_embeddings",
             "compare.bench.towers.bench_towers",
             "compare.bench.scale.bench_scale",
         ):
@@ -189,6 +199,7 @@ def test_a_wrong_result_of_ours_fails_a_benchmark(
 
 WORKLOAD_OF = {
     "kernels": "windows-448",
+    "embeddings": "rope_fp32-1x64x*",
     "training": "frames-448",
     "towers": "tower-448",
     "integration": "integration-448",

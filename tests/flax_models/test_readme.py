@@ -32,6 +32,9 @@ def test_the_examples_run_and_agree(tmp_path, monkeypatch, family):
     # A call, the same once more, a video, other outputs, a jit of one's own, several devices, a
     # step of training, an exported program.
     assert len(examples) == 8
+    if family == "qwen3_vl":  # those that DeepStack's features make another
+        examples = [e for e in examples if "split_tower" not in e and "trainable" not in e]
+        assert len(examples) == 6
     monkeypatch.chdir(tmp_path)
     write_checkpoint(Path("path/to/Qwen2.5-VL-7B-Instruct"), SMALL_TOWERS[family])
     frames = np.random.default_rng(0).integers(0, 256, (4, 60, 90, 3), np.uint8)
@@ -45,8 +48,9 @@ def test_the_examples_run_and_agree(tmp_path, monkeypatch, family):
     for example in examples:
         exec(example, names)
         found.append(jax.tree.leaves(names["embeddings"]))  # of Qwen3-VL also DeepStack's features
-    assert np.isfinite(names["value"])
-    assert VisionConfig.from_pretrained("path/to/trained") == SMALL_TOWERS[family]
+    if family != "qwen3_vl":
+        assert np.isfinite(names["value"])
+        assert VisionConfig.from_pretrained("path/to/trained") == SMALL_TOWERS[family]
     assert names["vectors"].shape == (len(names["images"]), names["tower"].config.hidden_size)
     for leaves in zip(*found, strict=True):
         assert len(leaves[0]) == names["grid_thw"].prod(axis=1).sum() // 4

@@ -11,22 +11,21 @@ import pallas_kernels
 ON_CPU = jax.default_backend() == "cpu"
 
 
-def public_function(packed, options):
+def public_function(packed, options, embedding="rope"):
     """The function with these (name, value) pairs as its keywords."""
-    if packed:
-        function = pallas_kernels.fused_rope_attention_qkvpacked
-    else:
-        function = pallas_kernels.fused_rope_attention
+    form = "_qkvpacked" if packed else ""
+    function = getattr(pallas_kernels, f"fused_{embedding}_attention{form}")
     return functools.partial(function, **dict(options))
 
 
 @functools.cache
-def jitted(packed, options, alike):
+def jitted(packed, options, alike, embedding):
     """Jitted once for all tests that use these keywords."""
     # On a CPU XLA fuses elementwise operations, here so and there so, and a sum of products is
     # rounded once where they meet in one loop.
     compiler_options = {"xla_disable_hlo_passes": "fusion"} if alike and ON_CPU else None
-    return jax.jit(public_function(packed, options), compiler_options=compiler_options)
+    function = public_function(packed, options, embedding)
+    return jax.jit(function, compiler_options=compiler_options)
 
 
 class JaxAdapter:
@@ -44,12 +43,16 @@ class JaxAdapter:
             options.pop("fuse", None)  # nothing to fuse: no other program to compile
         options = {"implementation": self.implementation, **options}
         options = tuple(sorted(options.items()))
+        embedding = "sinusoidal" if case.is_sinusoidal else "rope"
         if ("max_seqlen", None) in options:  # not under jit
-            function = public_function(packed, options)
+            function = public_function(packed, options, embedding)
         else:
-            function = jitted(packed, options, alike)
-        norms = {name: jnp.asarray(x) for name, x in case.norms.items()}
-        return np.array(function(*map(jnp.asarray, arguments), **norms))
+            function = jitted(packed, options, alike, embedding)
+        further = {name: jnp.asarray(x) for name, x in case.norms.items()}
+        *tensors, cu_seqlens = map(jnp.asarray, arguments)
+        if case.positions is not None:
+            further, tensors[-2:] = {"positions": jnp.asarray(case.positions)}, (None, None)
+        return np.array(function(*tensors, cu_seqlens, **further))
 
     def check_cu_seqlens(self, cu_seqlens, *arguments):
         pallas_kernels.check_cu_seqlens(jnp.asarray(cu_seqlens), *arguments)

@@ -81,11 +81,12 @@ def main() -> None:
         from pallas_kernels.launching.compile import HAVE_MOSAIC
 
         for head_dim in HEAD_DIMS if HAVE_MOSAIC else ():
-            ptx = Path(directory) / "mosaic"
-            with printed_to(ptx):
-                compile_hopper_stream(head_dim)
-            record = {"head_dim": head_dim, "kernel": "hopper_stream_kernel"} | assemble(ptx)
-            sys.stdout.write(json.dumps(record | {"loops": loops(ptx)}) + "\n")
+            printed = Path(directory) / "mosaic"
+            with printed_to(printed):
+                compile_hopper(head_dim)
+            for kernel, ptx in kernels_in(printed):
+                record = {"head_dim": head_dim, "kernel": kernel} | assemble(ptx)
+                sys.stdout.write(json.dumps(record | {"loops": loops(ptx)}) + "\n")
             for other in Path(directory).glob("*.ptx"):
                 other.unlink()
         for head_dim, (name, length), (fuse, gradient) in itertools.product(
@@ -144,15 +145,24 @@ def printed_to(path: Path) -> Iterator[None]:
         os.close(kept)
 
 
-def compile_hopper_stream(head_dim: int) -> None:
-    """Have Mosaic compile the warp-specialized kernel of one image."""
+def kernels_in(printed: Path) -> Iterator[tuple[str, Path]]:
+    """Each kernel that Mosaic printed, and a file of its own."""
+    for text in re.split(r"(?=^\.version )", printed.read_text(), flags=re.MULTILINE)[1:]:
+        kernel = re.search(r"\.entry (\w+?)(?:_mosaic_gpu_kernel)?\(", text)[1]
+        ptx = printed.with_name(kernel)
+        ptx.write_text(text)
+        yield kernel, ptx
+
+
+def compile_hopper(head_dim: int) -> None:
+    """Have Mosaic compile the warp-specialized kernels of one image, and of its gradients."""
     import jax
 
     from pallas_kernels.launching import choose
 
     described = (SimpleNamespace(compute_capability="9.0"),)
     with mock.patch.object(choose, "local_gpus", return_value=described):
-        compile_call(head_dim, TOKENS, "none")
+        compile_call(head_dim, TOKENS, "none", gradient=True)
     jax.clear_caches()  # what was traced knows nothing of GPUs
 
 

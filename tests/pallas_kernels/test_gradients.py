@@ -1,6 +1,7 @@
 """Derivatives through pallas_kernels."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from tests.kernel_cases import make_case
+import pallas_kernels
+from tests.kernel_cases import make_case, relative_rms
 from tests.kernel_gradient_contract import (
     GradientContract,
     KernelGradientContract,
@@ -132,3 +134,37 @@ def test_gradients_take_less_memory_than_the_probabilities_of_one_segment():
     compiled = gradient.lower(qkv, angles, angles, cu_seqlens).compile()
     probabilities = heads * tokens * tokens * 4
     assert compiled.memory_analysis().temp_size_in_bytes < probabilities
+
+
+@pytest.mark.parametrize("by_positions", [False, True])
+def test_gradients_of_sinusoidal_embeddings(by_positions):
+    """By JAX of the same computed step by step."""
+    rng = np.random.default_rng(0)
+    qkv = jnp.asarray(rng.standard_normal((6, 3, 1, 264), np.float32))
+    positions, bounds = jnp.arange(6, dtype=jnp.int32), (0, 4, 6)
+    cos, sin = pallas_kernels.sinusoidal_tables(positions, 264)
+    tables, further = (cos, sin), {}
+    if by_positions:
+        tables, further = (None, None), {"positions": positions}
+
+    def fused(qkv):
+        cu_seqlens = jnp.asarray(bounds, jnp.int32)
+        out = pallas_kernels.fused_sinusoidal_attention_qkvpacked(
+            qkv, *tables, cu_seqlens, max_seqlen=16, implementation="kernel", **further
+        )
+        return (out**2).sum()
+
+    def separate(qkv):
+        added = (
+            jnp.zeros((6, 1, 264)).at[..., ::2].set(sin[:, None]).at[..., 1::2].set(cos[:, None])
+        )
+        q, k, v = qkv[:, 0] + added, qkv[:, 1] + added, qkv[:, 2]
+        total = 0.0
+        for start, end in itertools.pairwise(bounds):
+            rows = slice(start, end)
+            p = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q[rows], k[rows]) * 264**-0.5)
+            total += (jnp.einsum("hqk,khd->qhd", p, v[rows]) ** 2).sum()
+        return total
+
+    found, expected = (jax.grad(function)(qkv) for function in (fused, separate))
+    assert relative_rms(np.asarray(found), np.asarray(expected)) < 1e-5

@@ -1,5 +1,7 @@
 """The PyTorch side of the contract suites: NumPy in, NumPy out, on the GPU if there is one."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import torch
@@ -47,10 +49,9 @@ def interpreted_nan():
     return np.errstate(all="ignore")
 
 
-def public_function(packed):
-    if packed:
-        return triton_kernels.fused_rope_attention_qkvpacked
-    return triton_kernels.fused_rope_attention
+def public_function(packed, embedding="rope"):
+    form = "_qkvpacked" if packed else ""
+    return getattr(triton_kernels, f"fused_{embedding}_attention{form}")
 
 
 class TorchAdapter:
@@ -69,15 +70,20 @@ class TorchAdapter:
         """
         *tensors, cu_seqlens = map(to_torch, case.packed if packed else case.separate)
         inputs = [guarded(x) for x in (*tensors, *map(to_torch, case.norms.values()))]
+        function = public_function(packed, "sinusoidal" if case.is_sinusoidal else "rope")
+        if case.positions is not None:
+            positions, _ = guarded(to_torch(case.positions), value=-1)
+            function = functools.partial(function, positions=positions)
         norms = dict(zip(case.norms, (x for x, _ in inputs[len(tensors) :]), strict=True))
+        arguments = [x for x, _ in inputs[: len(tensors)]]
+        if case.positions is not None:
+            arguments[-2:] = None, None
         options = norms | {"implementation": self.implementation} | options
         held = [buffer.clone() for _, buffer in inputs]
         segments, _ = guarded(cu_seqlens, value=len(case.qkv) // 2)
         with guarded_results() as results, interpreted_nan():
             outs = [
-                public_function(packed)(
-                    *(x for x, _ in inputs[: len(tensors)]), segments, **options
-                )
+                function(*arguments, segments, **options)
                 for _ in range(2 if DEVICE == "cuda" else 1)
             ]
         out = outs[-1]

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from unittest import mock
@@ -75,6 +76,7 @@ class Variant:
     offset: int = 0  # elements by which q, k and v miss their alignment
     k_heads: int | None = None  # K and V of so many, which are not packed with Q then
     norms: str = ""  # of which of q and k, as letters
+    embed: str = "rope"
 
     def __str__(self) -> str:
         parts = [f"sm_{self.arch}", str(self.head_dim), self.dtype, f"max {self.max_seqlen}"]
@@ -83,6 +85,7 @@ class Variant:
         parts += ["unaligned"] if self.offset else []
         parts += [f"{self.k_heads} key heads"] if self.k_heads else []
         parts += [f"norms of {self.norms}"] if self.norms else []
+        parts += [self.embed] if self.embed != "rope" else []
         return ", ".join(parts)
 
 
@@ -95,6 +98,8 @@ def every_variant(arch: int) -> list[Variant]:
     """Every kernel, dtype, width of a head, tile and way of fusing, though not all their mixes."""
     return [
         *usual_variants(arch),
+        Variant(arch, head_dim=64, max_seqlen=STREAM),
+        Variant(arch, head_dim=96, max_seqlen=STREAM),
         Variant(arch, dtype="float16", max_seqlen=128),
         Variant(arch, dtype="float16", max_seqlen=STREAM),
         Variant(arch, dtype="float32", max_seqlen=16),
@@ -108,17 +113,22 @@ def every_variant(arch: int) -> list[Variant]:
         # Of more registers than there are, as 120 columns: without a bound ptxas may leave 32.
         Variant(arch, head_dim=168, dtype="float16", max_seqlen=512, fuse="qk", rotary_dim=42),
         Variant(arch, head_dim=208, dtype="float32", max_seqlen=STREAM, fuse="qk"),
+        Variant(arch, head_dim=2048, dtype="float32", max_seqlen=16, embed="positions"),
+        Variant(arch, head_dim=2048, max_seqlen=32, embed="sinusoidal"),
+        Variant(arch, head_dim=520, dtype="float32", max_seqlen=STREAM, fuse="qk"),
+        Variant(arch, head_dim=520, dtype="float16", max_seqlen=STREAM, fuse="qk"),
+        Variant(arch, head_dim=512, offset=1, fuse="qk"),
     ]
 
 
 def usual_variants(arch: int) -> list[Variant]:
-    """The towers' and the other widths of a head, one call of each other kind."""
+    """The towers' and the other widths of a head, one call of each other kind.
+
+    In whole images, whose kernels take long to compile: the towers' tails, and none.
+    """
     return [
-        *(
-            Variant(arch, head_dim=head_dim, max_seqlen=max_seqlen)
-            for head_dim in (64, 72, 80, 96, 128)
-            for max_seqlen in (64, STREAM)
-        ),
+        *(Variant(arch, head_dim=head_dim) for head_dim in (64, 72, 80, 96, 128)),
+        *(Variant(arch, head_dim=head_dim, max_seqlen=STREAM) for head_dim in (72, 80, 128)),
         Variant(arch, max_seqlen=16, rotary_dim=40),
         Variant(arch, max_seqlen=128),
         Variant(arch, rotary_dim=70),  # half of it is odd
@@ -133,6 +143,13 @@ def usual_variants(arch: int) -> list[Variant]:
         Variant(arch, k_heads=8, norms="qk"),
         Variant(arch, max_seqlen=STREAM, fuse="q", k_heads=8, norms="qk"),
         Variant(arch, head_dim=64, max_seqlen=STREAM, norms="qk"),
+        Variant(arch, embed="sinusoidal"),
+        Variant(arch, embed="positions"),
+        Variant(arch, max_seqlen=STREAM, embed="positions"),
+        Variant(arch, head_dim=512, dtype="float32"),
+        Variant(arch, head_dim=512),
+        Variant(arch, head_dim=512, dtype="float32", max_seqlen=STREAM),
+        Variant(arch, head_dim=512, max_seqlen=STREAM),
     ]
 
 
@@ -143,12 +160,15 @@ def both_kernels(arch: int) -> list[Variant]:
 
 EVERY = [variant for arch in ARCHITECTURES for variant in every_variant(arch)]
 USUAL = [*both_kernels(80), *usual_variants(90), *both_kernels(100)]
+# Whose log-sum-exps are compiled in every run: others differ from it as without them.
+KEEPING_LSE = Variant(90, max_seqlen=STREAM)
 
 
 def table_key(record: dict) -> str:
     """A record's name in the table."""
     kept = " with log-sum-exps" if record["keeps_lse"] else ""
-    return f"{record['kernel']}{kept}: {record['variant']}"
+    first = " of partial logits" if record["is_first"] else ""
+    return f"{record['kernel']}{kept}{first}: {record['variant']}"
 
 
 def table_entry(record: dict) -> dict[str, int]:
@@ -184,11 +204,16 @@ def recording() -> Iterator[list[tuple[JITFunction, tuple, dict]]]:
 def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
     """What the operator would launch: kernels with their arguments."""
     dtype = getattr(torch, variant.dtype)
-    size = TOKENS * 3 * HEADS * variant.head_dim
+    is_wide = launch_module.is_wide(variant.head_dim)
+    # Of wide heads one, in one segment, so that programs share it.
+    heads, segments = (1, 1) if is_wide else (HEADS, SEGMENTS)
+    size = TOKENS * 3 * heads * variant.head_dim
     qkv = torch.empty(size + variant.offset, dtype=dtype)[variant.offset :]
-    qkv = qkv.view(TOKENS, 3, HEADS, variant.head_dim)
+    qkv = qkv.view(TOKENS, 3, heads, variant.head_dim)
     angles = torch.empty(TOKENS, (variant.rotary_dim or variant.head_dim) // 2)
-    cu_seqlens = torch.zeros(SEGMENTS + 1, dtype=torch.int32)
+    if variant.embed == "positions":
+        angles = torch.zeros(TOKENS, dtype=torch.int32)
+    cu_seqlens = torch.zeros(segments + 1, dtype=torch.int32)
     tensors, bound, scale = (qkv, angles, angles), variant.max_seqlen, 0.1
     arguments = *tensors, cu_seqlens, bound, scale, variant.fuse, "kernel", False
     weight = torch.empty(variant.head_dim, dtype=dtype)
@@ -206,13 +231,14 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
         mock.patch.object(launch_module, "gpu", return_value=GPUS.get(variant.arch)),
         mock.patch.object(attention, "INTERPRETED", True),  # it shall not mind the missing GPU
     ):
-        operator(*arguments, *norms)
+        operator(*arguments, *norms, embed=variant.embed)
         rotations = sum(x[0] is rotate_kernel for x in recorded)
         if recorded[-1][0].is_gluon():
             # The stream kernel, whose place is taken here, serves images of other sizes.
             with launch_module.launching_by(launch_module._PACKAGED, warp_specialized=False):
-                operator(*arguments, *norms)
-        further = variant.k_heads or variant.norms  # whose gradients take no other kernel
+                operator(*arguments, *norms, embed=variant.embed)
+        # Whose gradients take no other kernel, or none.
+        further = variant.k_heads or variant.norms or variant.embed != "rope" or is_wide
         if variant.fuse == "auto" and not further:
             grad, needed = torch.empty_like(qkv[:, 0]), [True, False, False]
             kept = []
@@ -234,6 +260,11 @@ def keeps_lse(kernel: JITFunction, arguments: tuple) -> bool:
     """Whether a launch writes the log-sum-exps that a backward pass needs."""
     named = dict(zip(kernel.arg_names, arguments, strict=True))
     return "backward" not in kernel.__name__ and named.get("lse_ptr") is not None
+
+
+def is_first(kernel: JITFunction, arguments: tuple) -> bool:
+    """Whether a launch writes logits by some columns of wide heads, which another one adds up."""
+    return dict(zip(kernel.arg_names, arguments, strict=True)).get("IS_FIRST", False)
 
 
 def tile_type(x) -> str:
@@ -268,10 +299,15 @@ def source(kernel: JITFunction, arguments: tuple) -> ASTSource:
     return kind(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
-def compile_variant(variant: Variant) -> list[dict]:
-    """Compile all kernels of one call and say what they take of a multiprocessor."""
+def compile_variant(variant: Variant, every: bool = True) -> list[dict]:
+    """Compile all kernels of one call and say what they take of a multiprocessor.
+
+    every: also those that differ from another by the log-sum-exps alone that they keep.
+    """
     records = []
     for kernel, arguments, options in launches(variant):
+        if keeps_lse(kernel, arguments) and not (every or variant == KEEPING_LSE):
+            continue
         compiled = triton.compile(
             source(kernel, arguments), target=GPUTarget("cuda", variant.arch, 32), options=options
         )
@@ -283,6 +319,7 @@ def compile_variant(variant: Variant) -> list[dict]:
                 "arch": variant.arch,
                 "kernel": kernel.__name__,
                 "keeps_lse": keeps_lse(kernel, arguments),
+                "is_first": is_first(kernel, arguments),
                 "shared": compiled.metadata.shared,
                 "registers": registers,
                 "maxnreg": options.get("maxnreg"),
@@ -328,10 +365,11 @@ def main() -> None:
     parser.add_argument("--every", action="store_true", help="also what no test looks at")
     parser.add_argument("--write", action="store_true", help="keep what it takes in resources.json")
     options = parser.parse_args()
-    variants = EVERY if options.every or options.write else USUAL
+    every = options.every or options.write
+    variants = EVERY if every else USUAL
     written = []
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        for records in pool.map(compile_variant, variants):
+        for records in pool.map(compile_variant, variants, repeat(every)):
             written += records
             for record in records:
                 sys.stdout.write(json.dumps(record) + "\n")

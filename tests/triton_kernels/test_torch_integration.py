@@ -59,9 +59,9 @@ def test_the_backward_operator_is_registered_as_pytorch_asks(packed, implementat
     kept = [torch.ones_like(grad), torch.zeros(heads, tokens, device=grad.device)] if long else []
     options = 33 if long else 16, 0.25, implementation, needed
     arguments = (grad, [*qkv, cos, sin], cu_seqlens, kept, *options)
-    for name in ("backward", "backward_waiting"):
-        operator = getattr(torch.ops.fused_rope_attention, name)
-        torch.library.opcheck(operator.default, arguments)
+    name = "backward" if packed == long else "backward_waiting"
+    operator = getattr(torch.ops.fused_rope_attention, name)
+    torch.library.opcheck(operator.default, arguments)
 
 
 def grouped_and_normed(requires_grad=False):
@@ -86,6 +86,46 @@ def test_operators_of_groups_and_norms(implementation):
     arguments = torch.ones_like(tensors[0]), [*tensors, *norms], cu_seqlens, [], 16, 0.25
     arguments = *arguments, implementation, needed, "qk", 1e-3
     torch.library.opcheck(operators.backward.default, arguments)
+
+
+def sinusoidal(embed, head_dim=16, requires_grad=False):
+    """Tensors as the operator takes them, by tables or positions."""
+    case = make_case((5, 9), head_dim=head_dim, dtype="float32", embed=embed, trailing=2, heads=1)
+    *tensors, cu_seqlens = map(to_torch, case.packed)
+    tensors = [x.requires_grad_(requires_grad) for x in tensors]
+    if embed == "positions":
+        tensors[1:] = [to_torch(case.positions)] * 2
+    return [*tensors, cu_seqlens]
+
+
+@pytest.mark.parametrize("embed", ["sinusoidal", "positions"])
+def test_operators_of_sinusoidal_embeddings(embed):
+    operators = torch.ops.fused_rope_attention
+    tensors = sinusoidal(embed, requires_grad=True)
+    options = 16, 0.25, "auto", "kernel", False
+    torch.library.opcheck(operators.qkvpacked.default, (*tensors, *options), {"embed": embed})
+
+
+@pytest.mark.parametrize(("embed", "head_dim"), [("sinusoidal", 16), ("positions", 264)])
+def test_a_compiled_call_of_sinusoidal_embeddings_and_its_gradients(embed, head_dim):
+    *tensors, cu_seqlens = sinusoidal(embed, head_dim, requires_grad=True)
+
+    def loss(qkv, cos, sin, implementation="kernel"):
+        further = {"positions": cos} if embed == "positions" else {}
+        tables = (None, None) if further else (cos, sin)
+        options = {"max_seqlen": 16, "implementation": implementation} | further
+        out = triton_kernels.fused_sinusoidal_attention_qkvpacked(
+            qkv, *tables, cu_seqlens, **options
+        )
+        return out.square().sum()
+
+    expected = loss(*tensors, "reference")
+    wanted = [x for x in tensors if x.requires_grad]
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors)
+    torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=0)
+    found, right = (torch.autograd.grad(x, wanted) for x in (compiled, expected))
+    for x, y in zip(found, right, strict=True):  # of a relative RMS of at most 1e-5
+        assert (x - y).norm() <= 1e-5 * y.norm()
 
 
 def attend(packed, *arguments, **options):

@@ -46,8 +46,14 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], **options: Any) -> tor
     return program
 
 
-def _qkvpacked(*arguments: Any) -> Any:
+def _check_rotates(embed: str) -> None:
+    if embed != "rope":
+        raise ValueError(f"only rotary embeddings can be exported to ONNX, got {embed!r}")
+
+
+def _qkvpacked(*arguments: Any, embed: str = "rope") -> Any:
     """What stands for a call of the packed operator."""
+    _check_rotates(embed)
     qkv, cos, sin, cu_seqlens, _, scale, *options = arguments
     norms = options[3:]  # as many as are not the defaults
     if not norms:
@@ -58,8 +64,9 @@ def _qkvpacked(*arguments: Any) -> Any:
     return _node("varlen", 6)(*_normalized(q, k, *norms), v, cos, sin, cu_seqlens, scale=scale)
 
 
-def _varlen(*arguments: Any) -> Any:
+def _varlen(*arguments: Any, embed: str = "rope") -> Any:
     """The same of the other."""
+    _check_rotates(embed)
     q, k, v, cos, sin, cu_seqlens, _, scale, _, _, _, *norms = arguments
     heads, k_heads = q.shape[1], k.shape[1]
     q, k = _normalized(q, k, *norms)

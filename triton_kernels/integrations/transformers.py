@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from triton_kernels.checks import MAX_HEAD_DIM
+from triton_kernels.checks import MAX_TILED_HEAD_DIM
 from triton_kernels.integrations.forms import (
     ATTENTIONS,
     GATED_MLPS,
@@ -289,10 +289,10 @@ def _check_attention(name: str, attention: nn.Module) -> Form:
             f"{name} must be an attention whose code ours is known to agree with, got a "
             f"{type(attention).__name__} of transformers {transformers.__version__} with other code"
         )
-    if attention.head_dim % 8 or not 8 <= attention.head_dim <= MAX_HEAD_DIM:
+    if attention.head_dim % 8 or not 8 <= attention.head_dim <= MAX_TILED_HEAD_DIM:
         raise ValueError(
-            f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {attention.head_dim} "
-            f"in {name}"
+            f"head_dim must be a multiple of 8 up to {MAX_TILED_HEAD_DIM}, "
+            f"got {attention.head_dim} in {name}"
         )
     implementation = attention.config._attn_implementation
     function = ALL_ATTENTION_FUNCTIONS.get(implementation)  # None: the model's own, "eager"

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from triton_kernels.attention import fused_rope_attention, fused_rope_attention_qkvpacked
-from triton_kernels.checks import DTYPES, MAX_HEAD_DIM
+from triton_kernels.checks import DTYPES, MAX_TILED_HEAD_DIM
 from triton_kernels.integrations.forms import text_of
 from triton_kernels.integrations.mlp import aligned_operands, is_misaligned
 from triton_kernels.integrations.plain import is_own
@@ -253,7 +253,7 @@ def _judge_attention(attention: nn.Module) -> None:
         reason = f"its backend is {backend}"
     elif inner.fp8_enabled:
         reason = "it attends in FP8"
-    elif head_dim % 8 or head_dim > MAX_HEAD_DIM or inner.num_kv_heads != heads:
+    elif head_dim % 8 or head_dim > MAX_TILED_HEAD_DIM or inner.num_kv_heads != heads:
         reason = f"its {heads} heads have {head_dim} columns, and {inner.num_kv_heads} keys"
     attention.is_fused = reason is None
     if reason is not None:

@@ -15,13 +15,15 @@ import triton
 import triton.language as tl
 
 from triton_kernels.kernels.tiles import (
+    angles_from,
     cast,
     dot,
+    embedded_tile,
     load_angles,
     load_columns,
     load_rotary,
-    rotary_tile,
 )
+from triton_kernels.kernels.wide import add_products
 
 # Sums of a row that are kept apart until its last key: a tile's columns PARTS apart lie in one
 # thread's registers, and adding those up takes no exchange between threads. PARTS divides every
@@ -44,21 +46,23 @@ def visit_segment(
     k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
     # the segment's first key, and how many it has
     start, keys,
-    # the query tile, and which of so many heads of K it meets
-    q, q_tail, head,
+    # the query tile, and which of so many heads of K it meets; of heads in chunks where the BLOCK
+    # queries are, and the first column of V, of so many
+    q, q_tail, head, first_column,
+    END: tl.constexpr, COLUMNS: tl.constexpr, EMBED_Q: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr,
-    ROTATE_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr,
+    EMBED_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr,
 ):  # fmt: skip
     """Over a segment's keys, for all query rows: sums of the probabilities, and of V by these.
 
     The first returned is what was subtracted from a row's logits.
     """
-    BLOCK: tl.constexpr = q.shape[0]
     key_rows = tl.arange(0, BLOCK_K)
     first_key = start.to(tl.int64)
     k_ptr, v_ptr = k_ptr + first_key * k_stride, v_ptr + first_key * v_stride
-    cos_ptr, sin_ptr = cos_ptr + first_key * angle_stride, sin_ptr + first_key * angle_stride
+    cos_ptr, sin_ptr = angles_from(cos_ptr, sin_ptr, first_key * angle_stride, EMBED_K)
     k_step = k_stride.to(tl.int64) * BLOCK_K
     v_step = v_stride.to(tl.int64) * BLOCK_K
     angle_step = angle_stride.to(tl.int64) * BLOCK_K
@@ -69,20 +73,20 @@ def visit_segment(
     if not ONLINE:
         logits = key_logits(
             k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, key_rows, key_rows < keys,
-            q, q_tail, head, None,
-            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+            q, q_tail, head, None, COLUMNS, EMBED_Q, PRECISION,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K,
         )  # fmt: skip
         row_max = reference_of(tl.max(logits, 1), scale_log2)
 
     # The product of the tail's columns is computed a block of keys ahead: issued behind those with
     # V, it is there when the next block's logits start from it. Rotating K and fp32 take the
     # registers that it needs.
-    AHEAD: tl.constexpr = TAIL > 0 and q.dtype != tl.float32 and not ROTATE_K
+    AHEAD: tl.constexpr = COLUMNS is None and TAIL > 0 and q.dtype != tl.float32 and EMBED_K is None
     if AHEAD:
         tail_logits = add_tail_product(
             None, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, key_rows, key_rows < keys,
             q_tail, head,
-            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K,
         )  # fmt: skip
     # Whole blocks of keys need no mask; what is left over is one block more.
     whole = keys // BLOCK_K * BLOCK_K
@@ -91,25 +95,25 @@ def visit_segment(
             k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
             key_rows, None,
             q, q_tail, head, tail_logits if AHEAD else None,
-            row_max, row_sums, acc, acc_tail,
-            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, ONLINE,
+            row_max, row_sums, acc, acc_tail, first_column, END, COLUMNS, EMBED_Q, PRECISION,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K, ONLINE,
         )  # fmt: skip
         k_ptr += k_step
         v_ptr += v_step
-        cos_ptr += angle_step
-        sin_ptr += angle_step
+        cos_ptr, sin_ptr = angles_from(cos_ptr, sin_ptr, angle_step, EMBED_K)
         if AHEAD:
             tail_logits = add_tail_product(
                 None, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride,
                 key_rows, key_rows < keys - BLOCK_K - key, q_tail, head,
-                HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+                HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K,
             )  # fmt: skip
     if whole < keys:
         row_max, row_sums, acc, acc_tail = visit_keys(
             k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
             key_rows, key_rows < keys - whole,
             q, q_tail, head, None, row_max, row_sums, acc, acc_tail,
-            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, ONLINE,
+            first_column, END, COLUMNS, EMBED_Q, PRECISION,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K, ONLINE,
         )  # fmt: skip
     return row_max, tl.sum(row_sums, 1), acc, acc_tail
 
@@ -121,19 +125,30 @@ def visit_keys(
     rows, mask,
     # the query tile, and which of so many heads of K it meets; its tail columns' product with the
     # key tile's (None: not computed ahead), what is subtracted from each row's logits, and the sums
-    q, q_tail, head, tail_logits, row_max, row_sums, acc, acc_tail,
+    q, q_tail, head, tail_logits, row_max, row_sums, acc, acc_tail, first_column,
+    END: tl.constexpr, COLUMNS: tl.constexpr, EMBED_Q: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    MAIN: tl.constexpr, TAIL: tl.constexpr, ROTATE_K: tl.constexpr, ONLINE: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr, EMBED_K: tl.constexpr, ONLINE: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys to the sums."""
     # The products wait for their copies in the order of these loads. Two copies of K are through
     # before V is: if there is a tail, K comes first. Without one that loses.
     if TAIL == 0:
-        v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM, v_shift)  # [BLOCK_K, MAIN]
+        v = load_columns(
+            v_ptr,
+            v_stride,
+            rows,
+            mask,
+            0 if first_column is None else first_column,
+            MAIN,
+            HEAD_DIM,
+            v_shift,
+            END,
+        )  # [BLOCK_K, MAIN]
     logits = key_logits(
         k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
-        q, q_tail, head, tail_logits,
-        HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+        q, q_tail, head, tail_logits, COLUMNS, EMBED_Q, PRECISION,
+        HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K,
     )  # fmt: skip
     if TAIL > 0:
         v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM, v_shift)  # [BLOCK_K, MAIN]
@@ -151,7 +166,7 @@ def visit_keys(
     row_sums += tl.sum(parts, 1)
     p = cast(p, v.dtype)
 
-    acc = dot(p, v, acc)
+    acc = dot(p, v, acc, PRECISION)
     if TAIL > 0:
         acc_tail = dot(p, v_tail, acc_tail)
     return row_max, row_sums, acc, acc_tail
@@ -161,22 +176,34 @@ def visit_keys(
 def key_logits(
     k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
     q, q_tail, head, tail_logits,
+    COLUMNS: tl.constexpr, EMBED_Q: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    MAIN: tl.constexpr, TAIL: tl.constexpr, ROTATE_K: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr, EMBED_K: tl.constexpr,
 ):  # fmt: skip
     """The logits of one block of keys [BLOCK, BLOCK_K], not scaled; -inf where there is no key."""
-    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
-    k = load_rotary(
-        k_ptr, k_stride, rows, mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_K
-    )
-    k = rotary_tile(k, cos, sin, ROTATE_K)  # [BLOCK_K, MAIN]
-    logits = dot(q, tl.trans(k), tail_logits)
-    if TAIL > 0 and tail_logits is None:
-        logits = add_tail_product(
-            logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
-            q_tail, head,
-            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K,
+    if COLUMNS is not None:
+        q_ptr, q_stride, q_cos_ptr, q_sin_ptr, q_rows, q_mask = q
+        logits = add_products(
+            tl.zeros([q_rows.shape[0], rows.shape[0]], tl.float32),
+            q_ptr, k_ptr, q_cos_ptr, q_sin_ptr, cos_ptr, sin_ptr,
+            q_stride, k_stride, angle_stride, q_rows, q_mask, rows, mask, 0, HEAD_DIM,
+            HEAD_DIM, ROTARY_DIM, COLUMNS, EMBED_Q, EMBED_K, PRECISION,
         )  # fmt: skip
+    else:
+        cos, sin = load_angles(
+            cos_ptr, sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM, EMBED_K
+        )
+        k = load_rotary(
+            k_ptr, k_stride, rows, mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, EMBED_K
+        )
+        k = embedded_tile(k, cos, sin, EMBED_K)  # [BLOCK_K, MAIN]
+        logits = dot(q, tl.trans(k), tail_logits)
+        if TAIL > 0 and tail_logits is None:
+            logits = add_tail_product(
+                logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
+                q_tail, head,
+                HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K,
+            )  # fmt: skip
     return logits if mask is None else tl.where(mask[None, :], logits, -float("inf"))
 
 
@@ -185,14 +212,16 @@ def add_tail_product(
     logits, k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
     q_tail, head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    MAIN: tl.constexpr, TAIL: tl.constexpr, ROTATE_K: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr, EMBED_K: tl.constexpr,
 ):  # fmt: skip
     """The tail columns' part of the logits [BLOCK, BLOCK_K], added to the others' (None: alone)."""
-    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM)
-    k_tail = load_rotary(
-        k_ptr, k_stride, rows, mask, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_K
+    cos, sin = load_angles(
+        cos_ptr, sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM, EMBED_K
     )
-    k_tail = rotary_tile(k_tail, cos, sin, ROTATE_K)  # [BLOCK_K, TAIL]
+    k_tail = load_rotary(
+        k_ptr, k_stride, rows, mask, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, EMBED_K
+    )
+    k_tail = embedded_tile(k_tail, cos, sin, EMBED_K)  # [BLOCK_K, TAIL]
     return dot(q_tail, tl.trans(k_tail), logits)
 
 

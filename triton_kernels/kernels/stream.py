@@ -10,13 +10,14 @@ import triton.language as tl
 
 from triton_kernels.kernels.softmax import reference_fits, visit_segment
 from triton_kernels.kernels.tiles import (
+    angles_from,
     cast,
+    embedded_tile,
     load_angles,
     load_columns,
     load_inverse_rms,
     load_rotary,
     normalized,
-    rotary_tile,
     sector_shift,
     segment_bounds,
     store_columns,
@@ -50,12 +51,16 @@ def stream_kernel(
     # shape of a head and how it is cut
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr,
+    # columns of a chunk of Q and K, of heads that no tile holds: MAIN are then those of V and the
+    # result that a program has; None: the head's tiles. How fp32 is multiplied there, see dot
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
     # strides of q, k, v come in units of 8 elements, else of 1; the angles' in units of ANGLE_UNIT
     ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
     # heads of K and V, each of which serves as many of Q's
     K_HEADS: tl.constexpr,
-    # what is rotated here, and what is added to the mean squares of what is normalised here
-    ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
+    # what is done to Q and K here, see tiles.py, and what is added to the mean squares of what is
+    # normalised here
+    EMBED_Q: tl.constexpr, EMBED_K: tl.constexpr,
     Q_EPS: tl.constexpr, K_EPS: tl.constexpr,
     # online softmax for all rows: see is_online
     ONLINE: tl.constexpr,
@@ -64,13 +69,21 @@ def stream_kernel(
     # tokens of the shortest segment that is served here; shorter ones are another launch's
     SHORTEST: tl.constexpr,
 ):  # fmt: skip
-    """One program for each (head, token block); blocks run fastest and share the head's K and V."""
+    """One program for each (head, token block); blocks run fastest and share the head's K and V.
+
+    Of heads in chunks one for each MAIN of their columns, and every one needs the logits of all.
+    """
     # Written out, the factors tell the compiler that it may load 16 bytes at a time.
     UNIT: tl.constexpr = 8 if ALIGNED else 1
     q_stride, k_stride, v_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT
     angle_stride = angle_stride * ANGLE_UNIT
     blocks = tl.cdiv(tokens, BLOCK)
     head = tl.program_id(0) // blocks
+    first_column = None
+    END: tl.constexpr = None if COLUMNS is None else tl.cdiv(HEAD_DIM, MAIN) * MAIN
+    if COLUMNS is not None:
+        first_column = head % (END // MAIN) * MAIN
+        head = head // (END // MAIN)
     block_start = (tl.program_id(0) % blocks) * BLOCK
     block_end = tl.minimum(block_start + BLOCK, tokens)
     dtype = out_ptr.dtype.element_ty
@@ -85,36 +98,44 @@ def stream_kernel(
         lse_ptr += head.to(tl.int64) * tokens + first
 
     mask = token < block_end
-    q_cos_ptr = cos_ptr + first * angle_stride
-    q_sin_ptr = sin_ptr + first * angle_stride
-    cos, sin = load_angles(q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM)
-    q = load_rotary(
-        q_ptr, q_stride, rows, mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
-    )
-    inverse = load_inverse_rms(q_ptr, q_stride, rows, mask, Q_EPS, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
-    q = normalized(q, inverse, q_norm_ptr, 0, MAIN, HEAD_DIM, ROTARY_DIM)
-    q = rotary_tile(q, cos, sin, ROTATE_Q, dtype)  # [BLOCK, MAIN]
-    q_tail = q  # stands in where there is no tail
-    if TAIL > 0:
+    q_cos_ptr, q_sin_ptr = angles_from(cos_ptr, sin_ptr, first * angle_stride, EMBED_Q)
+    if COLUMNS is not None:
+        q = q_ptr, q_stride, q_cos_ptr, q_sin_ptr, rows, mask
+        q_tail = None
+    else:
         cos, sin = load_angles(
-            q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM
+            q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM, EMBED_Q
         )
-        q_tail = load_rotary(
-            q_ptr, q_stride, rows, mask, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+        q = load_rotary(
+            q_ptr, q_stride, rows, mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, EMBED_Q
         )
-        q_tail = normalized(q_tail, inverse, q_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
-        q_tail = rotary_tile(q_tail, cos, sin, ROTATE_Q, dtype)  # [BLOCK, TAIL]
-    if ROTATE_Q and BLOCK >= 64:
-        # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared
-        # memory but what was computed from registers, and then wait for each other. So the rotated
-        # tile is written to the result, whose rows are this program's own, and loaded again.
-        store_columns(out_ptr, out_stride, rows, mask, q, 0, MAIN, HEAD_DIM)
+        inverse = load_inverse_rms(
+            q_ptr, q_stride, rows, mask, Q_EPS, MAIN, TAIL, HEAD_DIM, ROTARY_DIM
+        )
+        q = normalized(q, inverse, q_norm_ptr, 0, MAIN, HEAD_DIM, ROTARY_DIM)
+        q = embedded_tile(q, cos, sin, EMBED_Q, dtype)  # [BLOCK, MAIN]
+        q_tail = q  # stands in where there is no tail
         if TAIL > 0:
-            store_columns(out_ptr, out_stride, rows, mask, q_tail, MAIN, TAIL, HEAD_DIM)
-        tl.debug_barrier()
-        q = load_columns(out_ptr, out_stride, rows, mask, 0, MAIN, HEAD_DIM)
-        if TAIL > 0:
-            q_tail = load_columns(out_ptr, out_stride, rows, mask, MAIN, TAIL, HEAD_DIM)
+            cos, sin = load_angles(
+                q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM, EMBED_Q
+            )
+            q_tail = load_rotary(
+                q_ptr, q_stride, rows, mask, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, EMBED_Q
+            )
+            q_tail = normalized(q_tail, inverse, q_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
+            q_tail = embedded_tile(q_tail, cos, sin, EMBED_Q, dtype)  # [BLOCK, TAIL]
+        if EMBED_Q is not None and BLOCK >= 64:
+            # Hopper's asynchronous products, which take 64 rows, read what was loaded from shared
+            # memory but what was computed from registers, and then wait for each other. So the
+            # rotated tile is written to the result, whose rows are this program's own, and loaded
+            # again.
+            store_columns(out_ptr, out_stride, rows, mask, q, 0, MAIN, HEAD_DIM)
+            if TAIL > 0:
+                store_columns(out_ptr, out_stride, rows, mask, q_tail, MAIN, TAIL, HEAD_DIM)
+            tl.debug_barrier()
+            q = load_columns(out_ptr, out_stride, rows, mask, 0, MAIN, HEAD_DIM)
+            if TAIL > 0:
+                q_tail = load_columns(out_ptr, out_stride, rows, mask, MAIN, TAIL, HEAD_DIM)
 
     k_head = head if K_HEADS == HEADS else head // (HEADS // K_HEADS)
     k_ptr += k_head.to(tl.int64) * k_head_stride * UNIT
@@ -122,7 +143,7 @@ def stream_kernel(
     # A row of 72 columns of 16 bits is 144 bytes: every second head's begin within a sector. There
     # the tiles of V, and so of the result, begin as many columns earlier as the sector does.
     v_shift = None
-    if ALIGNED and HEAD_DIM % 16 == 8 and dtype != tl.float32:
+    if ALIGNED and HEAD_DIM % 16 == 8 and dtype != tl.float32 and COLUMNS is None:
         v_shift = sector_shift(v_ptr)
     first_segment = tl.maximum(last_start_at(cu_seqlens_ptr, block_start, segments), 0)
     last_segment = last_start_at(cu_seqlens_ptr, block_end - 1, segments)
@@ -130,7 +151,8 @@ def stream_kernel(
         k_ptr, v_ptr, out_ptr, lse_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
         k_stride, v_stride, angle_stride, out_stride, v_shift,
         first_segment, last_segment, block_start, token < block_end, q, q_tail, k_head,
-        K_HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE, SHORTEST,
+        first_column, END, COLUMNS, EMBED_Q, PRECISION,
+        K_HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K, BLOCK_K, ONLINE, SHORTEST,
     )  # fmt: skip
     if not ONLINE:
         # Rows that their reference does not fit, again. If there are none, for no segment: within a
@@ -140,8 +162,8 @@ def stream_kernel(
             k_ptr, v_ptr, out_ptr, lse_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
             k_stride, v_stride, angle_stride, out_stride, v_shift,
             first_segment, tl.where(are_misfits, last_segment, -1), block_start, misfits,
-            q, q_tail, k_head,
-            K_HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, True, SHORTEST,
+            q, q_tail, k_head, first_column, END, COLUMNS, EMBED_Q, PRECISION,
+            K_HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K, BLOCK_K, True, SHORTEST,
         )  # fmt: skip
 
     # Tokens of no segment.
@@ -149,7 +171,18 @@ def stream_kernel(
     if lse_ptr is not None:
         tl.store(lse_ptr + rows, tl.zeros([BLOCK], tl.float32), mask=mask)
     zeros = tl.zeros([BLOCK, MAIN], dtype)
-    store_columns(out_ptr, out_stride, rows, mask, zeros, 0, MAIN, HEAD_DIM)
+    store_columns(
+        out_ptr,
+        out_stride,
+        rows,
+        mask,
+        zeros,
+        0 if first_column is None else first_column,
+        MAIN,
+        HEAD_DIM,
+        None,
+        END,
+    )
     if TAIL > 0:
         zeros = tl.zeros([BLOCK, TAIL], dtype)
         store_columns(out_ptr, out_stride, rows, mask, zeros, MAIN, TAIL, HEAD_DIM)
@@ -161,15 +194,17 @@ def attend_segments(
     k_ptr, v_ptr, out_ptr, lse_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
     k_stride, v_stride, angle_stride, out_stride, v_shift,
     # from which segment to which; the block's first token, and which of its tokens are wanted; the
-    # query tile, and which of so many heads of K it meets
-    first_segment, last_segment, block_start, wanted, q, q_tail, head,
+    # query tile, and which of so many heads of K it meets; of heads in chunks where the queries
+    # are, and the first column of V, of so many
+    first_segment, last_segment, block_start, wanted, q, q_tail, head, first_column,
+    END: tl.constexpr, COLUMNS: tl.constexpr, EMBED_Q: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr,
-    ROTATE_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr, SHORTEST: tl.constexpr,
+    EMBED_K: tl.constexpr, BLOCK_K: tl.constexpr, ONLINE: tl.constexpr, SHORTEST: tl.constexpr,
 ):  # fmt: skip
     """Write the result of the wanted tokens; returns which have a segment, and which misfit."""
     dtype = out_ptr.dtype.element_ty
-    BLOCK: tl.constexpr = q.shape[0]
+    BLOCK: tl.constexpr = wanted.shape[0]
     rows = tl.arange(0, BLOCK)
     token = block_start + rows
     covered = tl.zeros([BLOCK], tl.int1)
@@ -184,8 +219,8 @@ def attend_segments(
             keys = tl.where(end - start < SHORTEST, 0, keys)
         row_max, row_sum, acc, acc_tail = visit_segment(
             k_ptr, v_ptr, cos_ptr, sin_ptr, k_stride, v_stride, angle_stride, v_shift, scale_log2,
-            start, keys, q, q_tail, head,
-            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, ROTATE_K, BLOCK_K, ONLINE,
+            start, keys, q, q_tail, head, first_column, END, COLUMNS, EMBED_Q, PRECISION, BLOCK,
+            HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K, BLOCK_K, ONLINE,
         )  # fmt: skip
         divisor = tl.where(row_sum == 0.0, 1.0, row_sum)  # 0: an empty segment
         rescale = (1.0 / divisor)[:, None]
@@ -201,7 +236,18 @@ def attend_segments(
         if lse_ptr is not None:
             tl.store(lse_ptr + rows, row_max * scale_log2 + tl.log2(divisor), mask=mask)
         out, out_tail = cast(out, dtype), cast(out_tail, dtype)
-        store_columns(out_ptr, out_stride, rows, mask, out, 0, MAIN, HEAD_DIM, v_shift)
+        store_columns(
+            out_ptr,
+            out_stride,
+            rows,
+            mask,
+            out,
+            0 if first_column is None else first_column,
+            MAIN,
+            HEAD_DIM,
+            v_shift,
+            END,
+        )
         if TAIL > 0:
             store_columns(out_ptr, out_stride, rows, mask, out_tail, MAIN, TAIL, HEAD_DIM, v_shift)
     return covered, misfits

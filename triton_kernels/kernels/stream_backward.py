@@ -311,13 +311,11 @@ def load_head(x_ptr, stride, rows, row_mask,
 def load_rotated(x_ptr, stride, rows, row_mask, head, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
                  ROTARY_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     """The same of a head's rotated rows."""
-    x = load_rotary(
-        x_ptr, stride, rows, row_mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, False
-    )
+    x = load_rotary(x_ptr, stride, rows, row_mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, None)
     x_tail = x
     if TAIL > 0:
         x_tail = load_rotary(
-            x_ptr, stride, rows, row_mask, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, False
+            x_ptr, stride, rows, row_mask, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, None
         )
     return x, x_tail
 

@@ -1,12 +1,16 @@
-"""Loading a segment's rows as tiles, rotated on the way: what the kernels have in common.
+"""Loading a segment's rows as tiles, embedded on the way: what the kernels have in common.
 
 A tile's sides are powers of two, a head's width need not be: head_dim is cut into a main tile and
-a tail tile (80 = 64 + 16) so that no product is padded where splitting can avoid it.
+a tail tile (80 = 64 + 16) so that no product is padded where splitting can avoid it. Heads that no
+tile holds are cut into chunks of one width, whose first column a loop counts.
+
+What is done to a tile of Q or K is named by EMBED: ROPE rotates it, SINUSOIDAL adds sin and cos of
+its angles to it, POSITIONS the same of angles that are computed here; None leaves it as it is.
 
 Rotated tiles hold their columns in pairs, x1 and x2 of one angle side by side (the two halves of
 the NeoX form interleaved). Q K^T does not care in which order the columns stand as long as Q and K
 agree, and joining the halves this way moves no data between threads. V and the result keep the
-caller's order.
+caller's order. So do tiles that sin and cos are added to, where an angle's columns are neighbours.
 
 Q and K that rotate_kernel rotated beforehand lie as the tiles are cut: a token's row has the main
 tiles of all heads, then all tails. So the rows of a tile fill cache lines, whatever head_dim is.
@@ -19,14 +23,22 @@ import triton.language as tl
 # to bf16: dot and cast make up for both.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
+# What EMBED may be, beside None.
+ROPE = tl.constexpr("rope")
+SINUSOIDAL = tl.constexpr("sinusoidal")
+POSITIONS = tl.constexpr("positions")
+
 
 @triton.jit
-def dot(a, b, acc=None):
-    """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32."""
+def dot(a, b, acc=None, PRECISION: tl.constexpr = "ieee"):
+    """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32.
+
+    PRECISION "tf32x3": by three products on tensor cores, of parts that add up to 22 bits.
+    """
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -74,7 +86,7 @@ def sector_shift(x_ptr):
 
 
 @triton.jit
-def tile_columns(FIRST: tl.constexpr, WIDTH: tl.constexpr, shift=None):
+def tile_columns(FIRST, WIDTH: tl.constexpr, shift=None):
     """Columns FIRST .. FIRST + WIDTH, or `shift` earlier."""
     column = FIRST + tl.arange(0, WIDTH)
     return column if shift is None else column - shift
@@ -97,27 +109,29 @@ def tile_mask(row_mask, column, END: tl.constexpr, LIMIT: tl.constexpr, shift=No
 
 
 @triton.jit
-def load_columns(x_ptr, stride, rows, row_mask, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-                 HEAD_DIM: tl.constexpr, shift=None):  # fmt: skip
+def load_columns(x_ptr, stride, rows, row_mask, FIRST, WIDTH: tl.constexpr,
+                 HEAD_DIM: tl.constexpr, shift=None, END: tl.constexpr = None):  # fmt: skip
     """Columns FIRST .. FIRST + WIDTH of some rows, or `shift` earlier; zero where masked or beyond
-    the head.
+    the head. END, where FIRST is counted by a loop: the end of its last tile.
     """
     column = tile_columns(FIRST, WIDTH, shift)
-    mask = tile_mask(row_mask, column, FIRST + WIDTH, HEAD_DIM, shift)
+    end: tl.constexpr = FIRST + WIDTH if END is None else END
+    mask = tile_mask(row_mask, column, end, HEAD_DIM, shift)
     return tl.load(x_ptr + offsets(rows, stride, column), mask=mask, other=0.0)
 
 
 @triton.jit
-def store_columns(x_ptr, stride, rows, row_mask, x, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-                  HEAD_DIM: tl.constexpr, shift=None):  # fmt: skip
+def store_columns(x_ptr, stride, rows, row_mask, x, FIRST, WIDTH: tl.constexpr,
+                  HEAD_DIM: tl.constexpr, shift=None, END: tl.constexpr = None):  # fmt: skip
     """The inverse of load_columns."""
     column = tile_columns(FIRST, WIDTH, shift)
-    mask = tile_mask(row_mask, column, FIRST + WIDTH, HEAD_DIM, shift)
+    end: tl.constexpr = FIRST + WIDTH if END is None else END
+    mask = tile_mask(row_mask, column, end, HEAD_DIM, shift)
     tl.store(x_ptr + offsets(rows, stride, column), x, mask=mask)
 
 
 @triton.jit
-def pair_columns(FIRST: tl.constexpr, PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr,
+def pair_columns(FIRST, PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr,
                  ROTARY_DIM: tl.constexpr):  # fmt: skip
     """The pairs FIRST .. FIRST + PAIRS, their first column, and how far behind it the second is."""
     pair = tile_columns(FIRST, PAIRS)
@@ -143,23 +157,80 @@ def places_of(pair, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
 
 
 @triton.jit
-def load_angles(cos_ptr, sin_ptr, stride, rows, row_mask, FIRST: tl.constexpr,
-                WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
-    """Cos and sin [rows, WIDTH / 2] for the rotated tile of columns FIRST .. FIRST + WIDTH."""
-    pair = tile_columns(FIRST // 2, WIDTH // 2)
-    mask = tile_mask(row_mask, pair, (FIRST + WIDTH) // 2, ROTARY_DIM // 2)
-    angles = offsets(rows, stride, pair)
-    cos = tl.load(cos_ptr + angles, mask=mask, other=1.0)
-    sin = tl.load(sin_ptr + angles, mask=mask, other=0.0)
-    return cos, sin
+def angles_from(cos_ptr, sin_ptr, offset, EMBED: tl.constexpr = ROPE):
+    """Where the angles begin, so many elements behind these; the steps serve all positions."""
+    if EMBED == POSITIONS:
+        return cos_ptr + offset, sin_ptr
+    else:
+        return cos_ptr + offset, sin_ptr + offset
 
 
 @triton.jit
-def load_pairs(x_ptr, stride, rows, row_mask, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-               HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
-    """The two halves [rows, WIDTH / 2] of columns FIRST .. FIRST + WIDTH in paired order."""
+def load_angles(cos_ptr, sin_ptr, stride, rows, row_mask, FIRST,
+                WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr,
+                EMBED: tl.constexpr = ROPE, END: tl.constexpr = None):  # fmt: skip
+    """Cos and sin [rows, WIDTH / 2] for the embedded tile of columns FIRST .. FIRST + WIDTH.
+
+    Of POSITIONS cos_ptr are the rows' positions, and sin_ptr the angles' steps (see
+    `frequency_steps`). END: as in load_columns.
+    """
+    pair = tile_columns(FIRST // 2, WIDTH // 2)
+    end: tl.constexpr = FIRST + WIDTH if END is None else END
+    if EMBED is None:
+        return 0.0, 0.0
+    elif EMBED == POSITIONS:
+        mask = tile_mask(None, pair, end // 2, ROTARY_DIM // 2)
+        step = tl.load(sin_ptr + pair[None, :], mask=mask, other=0)
+        rest = tl.load(sin_ptr + ROTARY_DIM // 2 + pair[None, :], mask=mask, other=0)
+        row = rows[:, None]
+        position = tl.load(
+            cos_ptr + (row * stride).to(tl.uint32), mask=tile_mask(row_mask, pair, 0, 0), other=0
+        )
+        return cos_and_sin(position, step, rest, mask)
+    else:
+        mask = tile_mask(row_mask, pair, end // 2, ROTARY_DIM // 2)
+        angles = offsets(rows, stride, pair)
+        # Columns behind those with angles pass as they are.
+        cos = tl.load(cos_ptr + angles, mask=mask, other=1.0 if EMBED == ROPE else 0.0)
+        sin = tl.load(sin_ptr + angles, mask=mask, other=0.0)
+        return cos, sin
+
+
+@triton.jit
+def cos_and_sin(position, step, rest, mask):
+    """Of position x frequency, 0 where masked; NaN where a position is negative.
+
+    A step is the frequency in turns times 2^32, of which whole turns overflow and are gone; the
+    rest that rounding took from it is in 2^-56 turns. So angles are exact to 2^-24 turns at any
+    position. Of their distance to a quarter turn short polynomials give both to 2e-7, without a
+    branch for large arguments, as libraries' functions have.
+    """
+    turns = (position * step).to(tl.float32) * 2.0**-32
+    turns += position.to(tl.float32) * (rest.to(tl.float32) * 2.0**-56)
+    turns = tl.where(position < 0, float("nan"), turns)
+    quarter = tl.floor(turns * 4.0 + 0.5)
+    x = (turns - quarter * 0.25) * 6.283185307179586
+    x2 = x * x
+    sin = x + x * x2 * (-1 / 6 + x2 * (1 / 120 + x2 * (-1 / 5040 + x2 * (1 / 362880))))
+    cos = 1.0 + x2 * (-0.5 + x2 * (1 / 24 + x2 * (-1 / 720 + x2 * (1 / 40320))))
+    sign = tl.where(tl.abs(quarter) == 2.0, -1.0, 1.0)
+    is_odd = tl.abs(quarter) == 1.0
+    first = tl.where(is_odd, -quarter * sin, sign * cos)
+    second = tl.where(is_odd, quarter * cos, sign * sin)
+    return tl.where(mask, first, 0.0), tl.where(mask, second, 0.0)
+
+
+@triton.jit
+def load_pairs(x_ptr, stride, rows, row_mask, FIRST, WIDTH: tl.constexpr,
+               HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+               END: tl.constexpr = None):  # fmt: skip
+    """The two halves [rows, WIDTH / 2] of columns FIRST .. FIRST + WIDTH in paired order.
+
+    END: as in load_columns.
+    """
     pair, first, distance = pair_columns(FIRST // 2, WIDTH // 2, HEAD_DIM, ROTARY_DIM)
-    mask = tile_mask(row_mask, pair, (FIRST + WIDTH) // 2, HEAD_DIM // 2)
+    end: tl.constexpr = FIRST + WIDTH if END is None else END
+    mask = tile_mask(row_mask, pair, end // 2, HEAD_DIM // 2)
     ptr = x_ptr + offsets(rows, stride, first)
     x1 = tl.load(ptr, mask=mask, other=0.0)
     x2 = tl.load(ptr + distance, mask=mask, other=0.0)
@@ -238,13 +309,13 @@ def normalized(x, inverse, weight_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
 
 
 @triton.jit
-def rotated_columns(head, heads, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+def rotated_columns(head, heads, FIRST, WIDTH: tl.constexpr):
     """Where in a row of rotated heads a head's tile of columns FIRST .. FIRST + WIDTH stands."""
     return FIRST * heads + head * WIDTH + tl.arange(0, WIDTH)
 
 
 @triton.jit
-def store_rotated(x_ptr, stride, rows, row_mask, x, head, heads, FIRST: tl.constexpr,
+def store_rotated(x_ptr, stride, rows, row_mask, x, head, heads, FIRST,
                   WIDTH: tl.constexpr):  # fmt: skip
     """Write the rotated tile of columns FIRST .. FIRST + WIDTH where load_rotary finds it."""
     columns = rotated_columns(head, heads, FIRST, WIDTH)
@@ -253,36 +324,45 @@ def store_rotated(x_ptr, stride, rows, row_mask, x, head, heads, FIRST: tl.const
 
 
 @triton.jit
-def load_rotary(x_ptr, stride, rows, row_mask, head, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+def load_rotary(x_ptr, stride, rows, row_mask, head, FIRST, WIDTH: tl.constexpr,
                 HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-                ROTATE: tl.constexpr):  # fmt: skip
-    """What rotary_tile takes: the halves if it rotates, else the tile that rotate_kernel wrote.
+                EMBED: tl.constexpr, END: tl.constexpr = None):  # fmt: skip
+    """What embedded_tile takes: the halves of what is rotated, the columns of what is added to; of
+    what rotate_kernel has embedded the tile that it wrote.
 
-    x_ptr is where the head starts, but where the row does if it is rotated: its head stride is 0.
+    x_ptr is where the head starts, but where the row does if it is embedded: its head stride is 0.
+    END: as in load_columns.
     """
-    if ROTATE:
-        return load_pairs(x_ptr, stride, rows, row_mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM)
-    else:
+    if EMBED is None:
         columns = rotated_columns(head, HEADS, FIRST, WIDTH)
         mask = tile_mask(row_mask, columns, 0, 0)
         return tl.load(x_ptr + offsets(rows, stride, columns), mask=mask, other=0.0)
+    elif EMBED == ROPE:
+        return load_pairs(x_ptr, stride, rows, row_mask, FIRST, WIDTH, HEAD_DIM, ROTARY_DIM, END)
+    else:
+        return load_columns(x_ptr, stride, rows, row_mask, FIRST, WIDTH, HEAD_DIM, None, END)
 
 
 @triton.jit
-def rotary_tile(x, cos, sin, ROTATE: tl.constexpr, DTYPE: tl.constexpr = None):
-    """A tile of Q or K in paired order, rotated; of DTYPE, or of that of its halves."""
-    if ROTATE:
+def embedded_tile(x, cos, sin, EMBED: tl.constexpr, DTYPE: tl.constexpr = None):
+    """A tile of Q or K with its embedding, in fp32; then of DTYPE, or of that of what it was."""
+    if EMBED is None:
+        return x
+    elif EMBED == ROPE:
         y1, y2 = rotate_pairs(x, cos, sin)
         # Rounded last: of joined tiles Triton 3.6 makes no product where rotary_dim / 2 is odd.
         return cast(tl.interleave(y1, y2), x[0].dtype if DTYPE is None else DTYPE)
     else:
-        return x
+        # PE(pos, 2i) = sin(pos / 10000^(2i / head_dim)), PE(pos, 2i + 1) = cos of the same
+        # (Vaswani et al., Attention Is All You Need, 2017).
+        y = x.to(tl.float32) + tl.interleave(sin, cos)
+        return cast(y, x.dtype if DTYPE is None else DTYPE)
 
 
 @triton.jit
 def rotate_back(y, cos, sin, dtype: tl.constexpr):
     """The two halves of a tile in paired order, by the opposite angles: what a gradient of
-    rotary_tile's result is to its argument. fp32 y; the halves are of dtype.
+    embedded_tile's result is to its argument. fp32 y; the halves are of dtype.
     """
     pairs = tl.split(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]))
     x1, x2 = rotate_pairs(pairs, cos, -sin)

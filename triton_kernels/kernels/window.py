@@ -7,15 +7,16 @@ import triton
 import triton.language as tl
 
 from triton_kernels.kernels.tiles import (
+    angles_from,
     cast,
     dot,
+    embedded_tile,
     inverse_rms,
     load_angles,
     load_columns,
     load_rotary,
     normalized,
     padding_bounds,
-    rotary_tile,
     segment_bounds,
     store_columns,
 )
@@ -54,8 +55,9 @@ def window_kernel(
     ALIGNED: tl.constexpr, ANGLE_UNIT: tl.constexpr,
     # heads of K and V, each of which serves as many of Q's
     K_HEADS: tl.constexpr,
-    # what is rotated here, and what is added to the mean squares of what is normalised here
-    ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
+    # what is done to Q and K here, see tiles.py, and what is added to the mean squares of what is
+    # normalised here
+    EMBED_Q: tl.constexpr, EMBED_K: tl.constexpr,
     Q_EPS: tl.constexpr, K_EPS: tl.constexpr,
     # rows of a tile, at least the longest segment
     BLOCK: tl.constexpr,
@@ -86,22 +88,21 @@ def window_kernel(
     q_ptr += first * q_stride + head.to(tl.int64) * q_head_stride * UNIT
     k_ptr += first * k_stride + k_head.to(tl.int64) * k_head_stride * UNIT
     v_ptr += first * v_stride + k_head.to(tl.int64) * v_head_stride * UNIT
-    cos_ptr += first * angle_stride
-    sin_ptr += first * angle_stride
+    cos_ptr, sin_ptr = angles_from(cos_ptr, sin_ptr, first * angle_stride, EMBED_Q)
 
     q = load_rotary(
-        q_ptr, q_stride, loaded, None, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+        q_ptr, q_stride, loaded, None, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, EMBED_Q
     )
     k = load_rotary(
-        k_ptr, k_stride, loaded, None, k_head, 0, MAIN, K_HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_K
+        k_ptr, k_stride, loaded, None, k_head, 0, MAIN, K_HEADS, HEAD_DIM, ROTARY_DIM, EMBED_K
     )
     if TAIL > 0:
         q_tail = load_rotary(
-            q_ptr, q_stride, loaded, None, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, ROTATE_Q
+            q_ptr, q_stride, loaded, None, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, EMBED_Q
         )
         k_tail = load_rotary(
             k_ptr, k_stride, loaded, None, k_head, MAIN, TAIL, K_HEADS, HEAD_DIM, ROTARY_DIM,
-            ROTATE_K,
+            EMBED_K,
         )  # fmt: skip
     # V before the products: loaded behind them, ptxas 12.8 gets the address of the second of two
     # products with V wrong; a test looks for that in the machine code.
@@ -110,10 +111,12 @@ def window_kernel(
         v_tail = load_columns(v_ptr, v_stride, rows, mask, MAIN, TAIL, HEAD_DIM)  # [BLOCK, TAIL]
     # Last the angles, which other heads have brought into the cache, and the bounds of the padding,
     # which are for the end.
-    cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, loaded, None, 0, MAIN, ROTARY_DIM)
+    cos, sin = load_angles(
+        cos_ptr, sin_ptr, angle_stride, loaded, None, 0, MAIN, ROTARY_DIM, EMBED_Q
+    )
     if TAIL > 0:
         cos_tail, sin_tail = load_angles(
-            cos_ptr, sin_ptr, angle_stride, loaded, None, MAIN, TAIL, ROTARY_DIM
+            cos_ptr, sin_ptr, angle_stride, loaded, None, MAIN, TAIL, ROTARY_DIM, EMBED_Q
         )
     padding_end, padding_start = padding_bounds(cu_seqlens_ptr, segments, tokens)
     # So all these loads are in flight at once: the launch table's bound on registers leaves room
@@ -126,14 +129,14 @@ def window_kernel(
     q_inverse = inverse_rms(q, q_tail if TAIL > 0 else None, Q_EPS, HEAD_DIM)
     k_inverse = inverse_rms(k, k_tail if TAIL > 0 else None, K_EPS, HEAD_DIM)
     q = normalized(q, q_inverse, q_norm_ptr, 0, MAIN, HEAD_DIM, ROTARY_DIM)
-    q = rotary_tile(q, cos, sin, ROTATE_Q, dtype)  # [BLOCK, MAIN]
+    q = embedded_tile(q, cos, sin, EMBED_Q, dtype)  # [BLOCK, MAIN]
     k = normalized(k, k_inverse, k_norm_ptr, 0, MAIN, HEAD_DIM, ROTARY_DIM)
-    k = rotary_tile(k, cos, sin, ROTATE_K, dtype)  # [BLOCK, MAIN]
+    k = embedded_tile(k, cos, sin, EMBED_K, dtype)  # [BLOCK, MAIN]
     if TAIL > 0:
         q_tail = normalized(q_tail, q_inverse, q_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
         k_tail = normalized(k_tail, k_inverse, k_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
-        q_tail = rotary_tile(q_tail, cos_tail, sin_tail, ROTATE_Q, dtype)  # [BLOCK, TAIL]
-        k_tail = rotary_tile(k_tail, cos_tail, sin_tail, ROTATE_K, dtype)  # [BLOCK, TAIL]
+        q_tail = embedded_tile(q_tail, cos_tail, sin_tail, EMBED_Q, dtype)  # [BLOCK, TAIL]
+        k_tail = embedded_tile(k_tail, cos_tail, sin_tail, EMBED_K, dtype)  # [BLOCK, TAIL]
 
     if (length > 0) & (length <= BLOCK):
         logits = dot(q, tl.trans(k))  # [BLOCK, BLOCK]

@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 
 from triton_kernels.kernels.tiles import (
+    ROPE,
     cast,
     dot,
+    embedded_tile,
     load_angles,
     load_columns,
     load_pairs,
     padding_bounds,
-    rotary_tile,
     rotate_back,
     segment_bounds,
     store_columns,
@@ -115,11 +116,11 @@ def window_backward_kernel(
     # All these loads are in flight at once, and rotated outside of the branch that multiplies, as
     # in the forward kernel.
     tl.debug_barrier()
-    q = rotary_tile(q, cos, sin, True)  # [BLOCK, MAIN]
-    k = rotary_tile(k, cos, sin, True)  # [BLOCK, MAIN]
+    q = embedded_tile(q, cos, sin, ROPE)  # [BLOCK, MAIN]
+    k = embedded_tile(k, cos, sin, ROPE)  # [BLOCK, MAIN]
     if TAIL > 0:
-        q_tail = rotary_tile(q_tail, cos_tail, sin_tail, True)  # [BLOCK, TAIL]
-        k_tail = rotary_tile(k_tail, cos_tail, sin_tail, True)  # [BLOCK, TAIL]
+        q_tail = embedded_tile(q_tail, cos_tail, sin_tail, ROPE)  # [BLOCK, TAIL]
+        k_tail = embedded_tile(k_tail, cos_tail, sin_tail, ROPE)  # [BLOCK, TAIL]
 
     if (length > 0) & (length <= BLOCK):
         logits = dot(q, tl.trans(k))  # [BLOCK, BLOCK]
@@ -166,7 +167,7 @@ def window_backward_kernel(
         cos, sin = load_angles(cos_ptr, sin_ptr, angle_stride, loaded, None, 0, MAIN, ROTARY_DIM)
         if RELOAD:
             k = load_pairs(k_ptr, k_stride, loaded, None, 0, MAIN, HEAD_DIM, ROTARY_DIM)
-            k = rotary_tile(k, cos, sin, True)
+            k = embedded_tile(k, cos, sin, ROPE)
         q_grad = rotate_back(dot(s_grad, k) * factor, cos, sin, dtype)
         store_pairs(
             q_grad_ptr + row, grad_stride, rows, mask, q_grad, 0, MAIN, HEAD_DIM, ROTARY_DIM
@@ -174,7 +175,7 @@ def window_backward_kernel(
         if RELOAD:
             tl.debug_barrier()
             q = load_pairs(q_ptr, q_stride, loaded, None, 0, MAIN, HEAD_DIM, ROTARY_DIM)
-            q = rotary_tile(q, cos, sin, True)
+            q = embedded_tile(q, cos, sin, ROPE)
         k_grad = rotate_back(dot(tl.trans(s_grad), q) * factor, cos, sin, dtype)
         store_pairs(
             k_grad_ptr + row, grad_stride, rows, mask, k_grad, 0, MAIN, HEAD_DIM, ROTARY_DIM
@@ -186,7 +187,7 @@ def window_backward_kernel(
             if RELOAD:
                 tl.debug_barrier()
                 k_tail = load_pairs(k_ptr, k_stride, loaded, None, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
-                k_tail = rotary_tile(k_tail, cos_tail, sin_tail, True)
+                k_tail = embedded_tile(k_tail, cos_tail, sin_tail, ROPE)
             q_grad = rotate_back(dot(s_grad, k_tail) * factor, cos_tail, sin_tail, dtype)
             store_pairs(
                 q_grad_ptr + row, grad_stride, rows, mask, q_grad,
@@ -195,7 +196,7 @@ def window_backward_kernel(
             if RELOAD:
                 tl.debug_barrier()
                 q_tail = load_pairs(q_ptr, q_stride, loaded, None, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
-                q_tail = rotary_tile(q_tail, cos_tail, sin_tail, True)
+                q_tail = embedded_tile(q_tail, cos_tail, sin_tail, ROPE)
             k_grad = rotate_back(dot(tl.trans(s_grad), q_tail) * factor, cos_tail, sin_tail, dtype)
             store_pairs(
                 k_grad_ptr + row, grad_stride, rows, mask, k_grad,

@@ -7,7 +7,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from triton_kernels.checks import MAX_TOKEN_STRIDE
+from triton_kernels.checks import MAX_TILED_HEAD_DIM, MAX_TOKEN_STRIDE
 from triton_kernels.kernels.stream_backward import (
     stream_backward_kv_kernel,
     stream_backward_q_kernel,
@@ -51,6 +51,11 @@ class StreamBackward(NamedTuple):
     rotations: tuple[Rotation, ...]
     queries: Call
     keys: Call  # behind it
+
+
+def has_gradient_kernels(head_dim: int, embed: str) -> bool:
+    """Whether kernels compute gradients in Q, K and V: of rotated heads that a tile holds."""
+    return embed == "rope" and head_dim <= MAX_TILED_HEAD_DIM
 
 
 def needs_lse(dtype: torch.dtype, head_dim: int, max_seqlen: int) -> bool:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from triton_kernels.checks import MAX_TILED_HEAD_DIM
 from triton_kernels.kernels.softmax import is_online
 from triton_kernels.launching.table import Gpu, Launch, Shape, Table, next_power_of_2
 
@@ -67,6 +68,10 @@ _table = ContextVar("table", default=_PACKAGED)
 _warp_specialized = ContextVar("warp_specialized", default=True)
 
 
+# Of wide heads: the longest segment whose logits one tile holds, and what every chunk's columns
+# divide. fp32 is multiplied as such ("ieee"), or by three products on tensor cores ("tf32x3").
+WIDE_LIMIT, WIDEST_CHUNK = 64, 128
+WIDE_FP32 = "ieee"
 # A tensor-core product needs 16 columns.
 MIN_COLUMNS = 16
 
@@ -82,21 +87,47 @@ def head_split(head_dim: int) -> tuple[int, int]:
     return main, max(MIN_COLUMNS, next_power_of_2(rest)) if rest > 0 else 0
 
 
-def rotated_row(heads: int, head_dim: int) -> int:
+def rotated_row(heads: int, head_dim: int, in_chunks: bool = False) -> int:
     """Elements of a token's row of heads that are rotated beforehand.
 
     All their main tiles, then all their tails; rounded up to 128 bytes of 16-bit elements, so that
-    each row starts at a cache line.
+    each row starts at a cache line. Of heads in chunks one behind the other, of whole chunks.
     """
+    if in_chunks:
+        return heads * triton.cdiv(head_dim, WIDEST_CHUNK) * WIDEST_CHUNK
     return -(-heads * sum(head_split(head_dim)) // 64) * 64
+
+
+def is_wide(head_dim: int) -> bool:
+    """Whether no tile holds a head, which is then read in chunks of columns."""
+    return head_dim > MAX_TILED_HEAD_DIM
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How wide heads are multiplied, see `tiles.dot`."""
+    return WIDE_FP32 if dtype == torch.float32 else "ieee"
+
+
+def column_splits(pairs: int, head_dim: int, columns: int) -> int:
+    """Programs that share the columns of one of so many (segment, head) pairs of wide heads.
+
+    One, unless that left a quarter of the multiprocessors idle; then as many as there are chunks
+    for, until all are busy, and by eights, as so many partial logits are loaded at once.
+    """
+    if pairs >= 0.75 * _MULTIPROCESSORS:
+        return 1
+    splits = min(triton.cdiv(head_dim, columns), triton.cdiv(_MULTIPROCESSORS, max(pairs, 1)))
+    return splits if splits < 8 else splits // 8 * 8
 
 
 def window_limit(dtype: torch.dtype, head_dim: int) -> int:
     """The longest segment that one tile holds; longer ones go to the stream kernel.
 
     Tiles of 128 rows of 256 columns would not fit the 99 KB of shared memory of compute
-    capabilities 8.6, 8.9 and 12.0.
+    capabilities 8.6, 8.9 and 12.0. Of wide heads it holds the logits alone.
     """
+    if is_wide(head_dim):
+        return WIDE_LIMIT
     if dtype == torch.float32:
         return 32
     return 64 if sum(head_split(head_dim)) > 192 else 128

@@ -15,19 +15,24 @@ from triton_kernels.checks import Norms
 from triton_kernels.kernels.rotate import rotate_kernel
 from triton_kernels.kernels.softmax import is_online
 from triton_kernels.kernels.stream import stream_kernel
+from triton_kernels.kernels.wide import wide_kernel
 from triton_kernels.kernels.window import window_kernel
 from triton_kernels.launching.choose import (
     HOPPER_LAUNCH,
     HOPPER_ROWS,
     INVARIANT_LENGTH,
     INVARIANT_ROWS,
+    MIN_COLUMNS,
     LaunchSource,
     can_warp_specialize,
+    column_splits,
     find_launch,
     head_split,
     hopper_stream_kernel,
     invariant_limit,
     is_warp_specialized,
+    is_wide,
+    precision,
     rotated_row,
     window_limit,
 )
@@ -58,6 +63,13 @@ class Rotation(NamedTuple):
     shape: tuple[int, int, int]  # of what it writes, [tokens, one of Q and K or both, row]
 
 
+class Partials(NamedTuple):
+    """Logits by so many of a wide head's columns, which attention adds up."""
+
+    call: Call  # on what attention is on, before it
+    shape: tuple[int, ...]  # of what it writes, in fp32, and attention reads
+
+
 class Plan(NamedTuple):
     """All launches of the operation."""
 
@@ -70,6 +82,8 @@ class Plan(NamedTuple):
     attention: Call
     # What is launched behind it on the same result: of the segments that it leaves out.
     behind: "Plan | None" = None
+    # Of wide heads, where programs share them. What it writes takes the place of lse.
+    partials: Partials | None = None
 
 
 # What is added to the mean squares of Q's and of K's heads, None where they are not normalised.
@@ -84,6 +98,7 @@ class Serving(NamedTuple):
     shortest: int = 0  # of the stream kernel: shorter segments are another plan's
     shared: bool = False  # of the window kernel: longer segments, and padding, are another plan's
     keeps_lse: bool = False  # log-sum-exps are written, for a backward pass
+    embed: str = "rope"  # one of EMBEDDINGS
 
 
 def make_plan(
@@ -97,6 +112,7 @@ def make_plan(
     batch_invariant: bool = False,
     keeps_lse: bool = False,
     norms: Norms | None = None,
+    embed: str = "rope",
 ) -> Plan:
     """What is launched for a form of (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
 
@@ -111,7 +127,7 @@ def make_plan(
     if norms is not None:
         eps = tuple(None if weight is None else norms.eps for weight in norms[:2])
     if not batch_invariant:
-        serving = Serving(max_seqlen, keeps_lse=keeps_lse)
+        serving = Serving(max_seqlen, keeps_lse=keeps_lse, embed=embed)
         return _plan(form, at_16, is_behind, source, serving, scale, fuse, eps)
     *qkv, cos, _, _ = (TensorForm(*x) for x in form)
     limit = invariant_limit(qkv[0].dtype, qkv[0].shape[-1])
@@ -121,10 +137,11 @@ def make_plan(
 
     def plan(serving: Serving, auto: str) -> Plan:
         meant = auto if fuse == "auto" else fuse
-        serving = serving._replace(keeps_lse=keeps_lse)
+        serving = serving._replace(keeps_lse=keeps_lse, embed=embed)
         return _plan(form, at_16, is_behind, source, serving, scale, meant, eps)
 
-    if not aligned:  # the window kernel takes no others
+    # The window kernel takes no others; of wide heads the programs that share one depend on sizes.
+    if not aligned or is_wide(qkv[0].shape[-1]):
         return plan(Serving(INVARIANT_LENGTH, INVARIANT_ROWS), "none")
     short = plan(Serving(limit, INVARIANT_ROWS, shared=max_seqlen > limit), "qk")
     if max_seqlen <= limit:
@@ -154,8 +171,11 @@ def _plan(
         fuse = "q"  # the stream kernel would normalise every key for every block of queries
     q, k, rotations = rotate_first(q, k, cos, at_16, is_behind, source, serving, fuse, eps)
     read = q, k, v, cos, sin, cu_seqlens
-    attention = _attention(read, heads, at_16, source, serving, scale, fuse, eps)
     shape, strides = (tokens, heads, head_dim), (heads * head_dim, head_dim, 1)
+    if is_wide(head_dim) and _fits_tile((q, k, v), cos, at_16, serving):
+        partials, attention = _wide_attention(read, heads, source, serving, scale, fuse)
+        return Plan(part, shape, strides, rotations, attention, partials=partials)
+    attention = _attention(read, heads, at_16, source, serving, scale, fuse, eps)
     return Plan(part, shape, strides, rotations, attention)
 
 
@@ -176,6 +196,8 @@ def rotate_first(
     def rotated(x: TensorForm, first: int, parts: int) -> TensorForm:
         rotations.append(_rotation(x, cos, at_16, source, serving, first, parts, eps[first]))
         tokens, _, row = rotations[-1].shape
+        if is_wide(x.shape[-1]):
+            return x._replace(strides=(parts * row, row // x.shape[1], 1))
         return x._replace(shape=torch.Size((tokens, row)), strides=(parts * row, 1))
 
     if fuse == "none" and is_behind and q.shape == k.shape and eps[0] == eps[1]:
@@ -205,7 +227,7 @@ def launch_plan(
         out: the result, if there is one already.
         lse: log-sum-exp of each row [heads, tokens], in powers of two, if the plan keeps them.
     """
-    part, shape, strides, rotations, attention, behind = plan
+    part, shape, strides, rotations, attention, behind, partials = plan
     # Triton launches on the current device, which need not be the tensors'.
     if attention.device is not None and attention.device != torch.cuda.current_device():
         with torch.cuda.device(attention.device):
@@ -228,6 +250,11 @@ def launch_plan(
     if lse is not None:
         kept = lse.data_ptr()
         held.append(lse)
+    if partials is not None:
+        held.append(torch.empty(partials.shape, dtype=torch.float32, device=x.device))
+        kept = held[-1].data_ptr()
+        written = *qkv, out.data_ptr(), cos, sin, cu_seqlens, kept, *weights
+        launch_kernel(partials.call, held, written)
     if attention.tiles:
         launch_kernel(attention, held, (out.data_ptr(), cu_seqlens, kept), qkv)
     else:
@@ -277,15 +304,19 @@ def _rotation(
 ) -> Rotation:
     """Rotation beforehand of so many of Q and K, of which x is the first; eps None: no norm."""
     tokens, heads, head_dim = x.shape
-    row = rotated_row(heads, head_dim)
+    row = rotated_row(heads, head_dim, is_wide(head_dim))
     rows = [*x.strides[:2], parts * row, row]
     aligned, angle_unit, strides = in_units(rows, cos, at_16)
     looked_up = serving.rows or tokens * heads
     launch = find_launch("rotate", x.dtype, head_dim, 1, looked_up, source, aligned)
     programs = triton.cdiv(tokens, launch.block) * parts * triton.cdiv(heads, launch.block_k)
     split = head_split(head_dim)
+    if launch.columns is not None:
+        programs *= row // heads // launch.columns
     constants = (
-        heads, head_dim, 2 * cos.shape[1], *split, aligned, angle_unit, parts, eps,
+        heads, head_dim, rotary_dim_of(cos, head_dim), *split, aligned, angle_unit,
+        launch.columns, row // heads, parts,
+        serving.embed, eps,
         launch.block, launch.block_k, can_warp_specialize(source),
     )  # fmt: skip
     call = make_call(rotate_kernel, programs, launch, (tokens, *strides), constants, x, aligned)
@@ -324,7 +355,7 @@ def _attention(
     tokens, k_heads, head_dim = x.shape
     aligned, angle_unit, strides = in_units(_strides(qkv), cos, at_16)
     segments = cu_seqlens.shape[0] - 1
-    max_seqlen, looked_up, shortest, shared, keeps_lse = serving
+    max_seqlen, looked_up, shortest, shared, keeps_lse, embed = serving
     shape = x.dtype, head_dim, max_seqlen, looked_up or tokens * heads
     split = head_split(head_dim)
     if (
@@ -349,15 +380,59 @@ def _attention(
         name = "rotating_stream" if fuse == "qk" else "stream"
         launch = find_launch(name, *shape, source, aligned)
         programs = triton.cdiv(tokens, launch.block) * heads
+        chunked = None, "ieee"
+        if launch.columns is not None:
+            split, chunked = (launch.out_columns, 0), (launch.columns, precision(x.dtype))
+            programs *= triton.cdiv(head_dim, launch.out_columns)
         online = is_online(x.dtype, head_dim, max_seqlen)
-        kernel, blocks = stream_kernel, (online, launch.block, launch.block_k, shortest)
+        kernel, split = stream_kernel, (*split, *chunked)
+        blocks = online, launch.block, launch.block_k, shortest
     numbers = tokens, segments, scale * LOG2_E, *strides
     q_eps, k_eps = eps if fuse == "qk" else (eps[0] if fuse == "q" else None, None)
     constants = (
-        heads, head_dim, 2 * cos.shape[1], *split, aligned, angle_unit, k_heads,
-        fuse != "none", fuse == "qk", q_eps, k_eps, *blocks,
+        heads, head_dim, rotary_dim_of(cos, head_dim), *split, aligned, angle_unit, k_heads,
+        embed if fuse != "none" else None, embed if fuse == "qk" else None, q_eps, k_eps, *blocks,
     )  # fmt: skip
     return make_call(kernel, programs, launch, numbers, constants, x, aligned, keeps_lse)
+
+
+def _wide_attention(
+    read: tuple[TensorForm, ...],
+    heads: int,
+    source: LaunchSource,
+    serving: Serving,
+    scale: float,
+    fuse: str,
+) -> tuple[Partials | None, Call]:
+    """Attention within short segments of wide heads; arguments as of `_attention`, all aligned."""
+    *qkv, cos, _, cu_seqlens = read
+    x = qkv[-1]
+    tokens, k_heads, head_dim = x.shape
+    _, angle_unit, strides = in_units(_strides(qkv), cos, True)
+    segments = cu_seqlens.shape[0] - 1
+    launch = find_launch(
+        "wide", x.dtype, head_dim, serving.max_seqlen, serving.rows or tokens * heads, source
+    )
+    pairs, block, embed = segments * heads, launch.block, serving.embed
+    splits = column_splits(pairs, head_dim, launch.columns)
+    # Query rows of a program that adds up partial logits: few, as there are many to add.
+    rows = block if splits == 1 else MIN_COLUMNS
+    out_splits = triton.cdiv(splits, block // rows)
+    numbers = tokens, segments, scale * LOG2_E, *strides
+    constants = (
+        heads, head_dim, rotary_dim_of(cos, head_dim), launch.columns, True, angle_unit, k_heads,
+        embed if fuse != "none" else None, embed if fuse == "qk" else None, precision(x.dtype),
+        block, splits, out_splits, rows,
+    )  # fmt: skip
+
+    def call(programs: int, is_first: bool) -> Call:
+        how = launch, numbers, (*constants, is_first), x, True, splits > 1
+        return make_call(wide_kernel, pairs * programs, *how)
+
+    partials = None
+    if splits > 1:
+        partials = Partials(call(splits, True), (pairs, splits, block, block))
+    return partials, call(out_splits * (block // rows), False)
 
 
 def head_tiles(
@@ -374,6 +449,11 @@ def head_tiles(
         for i, (x, n) in enumerate(zip(read, rows, strict=True))
         for columns in (main, tail or main)
     )
+
+
+def rotary_dim_of(cos: TensorForm, head_dim: int) -> int:
+    """Columns of a head that have angles: all, if positions stand in place of cos."""
+    return 2 * cos.shape[1] if len(cos.shape) == 2 else head_dim
 
 
 def in_units(rows: list[int], cos: TensorForm, at_16: bool) -> tuple[bool, int, tuple[int, ...]]:

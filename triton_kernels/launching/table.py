@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 KERNELS = (
-    *("window", "window_backward"),
+    *("window", "window_backward", "wide"),
     *("stream", "rotating_stream", "stream_backward_q", "stream_backward_kv"),
     "rotate",
 )
@@ -25,6 +25,8 @@ DEFAULT = "default"
 # What a row says in the file, and what it may say.
 _REQUIRED = {"kernel", "block", "block_k", "num_warps", "num_stages"}
 _KNOWN = _REQUIRED | {"operands", "max_head_dim", "max_length", "max_rows", "maxnreg"}
+_KNOWN |= {"columns", "out_columns"}
+_POWERS = {"block", "block_k", "num_warps", "columns", "out_columns"}
 # Shapes whose launches are remembered; every image size may be another one.
 _REMEMBERED = 4096
 
@@ -41,6 +43,10 @@ class Launch(NamedTuple):
     # Upper bound on a thread's registers, of which fewer let more programs share a multiprocessor;
     # None: the compiler's choice. XLA, where it compiles Pallas' kernels, takes no bound.
     maxnreg: int | None = None
+    # Columns of a chunk of Q and K, of heads that no tile holds, and those of V that a program of
+    # the stream kernel has; None: a head at once.
+    columns: int | None = None
+    out_columns: int | None = None
 
 
 class Gpu(NamedTuple):
@@ -103,10 +109,10 @@ class Row:
                     raise ValueError(f"{name} must be one of {choices}, got {value!r}")
             elif type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-            elif name in ("block", "block_k", "num_warps") and value & (value - 1):
+            elif name in _POWERS and value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}")
         # A window has to fit into its tile.
-        window = values["kernel"].startswith("window")
+        window = values["kernel"].startswith(("window", "wide"))
         if window and values.get("max_length", 1 << 30) > values["block"]:
             raise ValueError(f"a window's max_length must be given and at most block, in {values}")
         launch = {name: values[name] for name in Launch._fields if name in values}

@@ -97,7 +97,7 @@ def test_pages_on_vllm_show_the_first_device_that_was_measured_there(tmp_path):
     page.write_text(blocks("attention", "sizes", "vllm"))
     renewed = report.renewed(page, tmp_path, tmp_path / report.REPORT)
     attention, sizes, vllm = (
-        renewed.partition(report.markers(b)[0])[2] for b in report._BLOCKS[3:]
+        renewed.partition(report.markers(b)[0])[2] for b in ("attention", "sizes", "vllm")
     )
     assert "attention in windows of 64" in attention.partition("<!--")[0]
     assert "vision tower" not in attention

@@ -7,11 +7,14 @@ pytest.importorskip("pyarrow")
 
 import pyarrow as pa
 
-from flax_models import ImageConfig, ImageError, VideoConfig
+from flax_models import ImageConfig, ImageError, VideoConfig, preprocess
+from flax_models.ray_data import rows as rows_of
 from flax_models.ray_data.patches import Preprocessing, Report, add_patches
 from flax_models.ray_data.towers import TowerStage, find_loader
 from tests.flax_models.ray_data.conftest import CONFIG, ids_of
 from tests.flax_models.ray_data.stand_in import means
+from tests.kernel_cases import relative_rms
+from tests.tower_checkpoints import SMALL_TOWERS, write_checkpoint
 
 STAND_IN = "tests.flax_models.ray_data.stand_in:load"
 
@@ -33,10 +36,10 @@ def block(photographs):
     return pa.concat_tables(add_patches(table, "image", preprocessing, Report()))
 
 
-def stage(checkpoint, **changed):
+def stage(checkpoint, framework=STAND_IN, **changed):
     settings = {"dtype": "float32", "output": "embeddings", "store": "float32", "budget": 100}
     settings |= {"strict": False, "report": Counted(), **changed}
-    return TowerStage(STAND_IN, str(checkpoint), **settings)
+    return TowerStage(framework, str(checkpoint), **settings)
 
 
 def by_id(tables):
@@ -96,6 +99,32 @@ def test_an_image_that_no_memory_is_enough_for_is_refused(checkpoint, block):
         else:
             with pytest.raises(MemoryError, match="a call needs more"):
                 list(tower(block))
+
+
+def test_features_of_deepstack_stand_beside_the_embeddings(photographs, tmp_path):
+    """Of a tower in Flax, in bf16: a call's rows go to their images, as close as a call with each
+    alone sums its products, a fiftieth of the root mean square.
+    """
+    pytest.importorskip("flax")
+    checkpoint = write_checkpoint(tmp_path / "qwen3", SMALL_TOWERS["qwen3_omni_moe"])
+    images = ImageConfig.from_pretrained(checkpoint)
+    paths = [str(photographs / name) for name in ids_of(photographs)[:3]]
+    table = pa.table({"id": paths, "image": paths})
+    preprocessing = Preprocessing(images, VideoConfig(), 2.0, "bfloat16")
+    block = pa.concat_tables(add_patches(table, "image", preprocessing, Report()))
+    tower = stage(checkpoint, framework="flax", dtype="bfloat16", store="bfloat16", budget=10_000)
+    tables = list(tower(block))
+    assert sum(numbers.get("calls", 0) for numbers in tower.report.numbers) == 1
+    found = {row["id"]: row for table in tables for row in rows_of(table)}
+    for path in paths:
+        alone, *features = tower.encode(*preprocess(path, images), "embeddings")
+        for ours, expected in (
+            (found[path]["embeddings"], alone),
+            (found[path]["deepstack"], np.stack(features)),
+        ):
+            assert ours.dtype == expected.dtype == "bfloat16"
+            assert ours.shape == expected.shape
+            assert relative_rms(np.float32(ours), np.float32(expected)) < 2e-2
 
 
 def test_frameworks():

@@ -25,6 +25,8 @@ from tests.pallas_kernels.launching.test_lowering import (
 from tests.triton_kernels.compile_ahead import inspect_machine_code
 from tests.triton_kernels.machine_code import first_operands, loop_spills
 
+# What compiles soonest, where any kernel shows it.
+SMALL = {"head_dim": 16, "max_seqlen": 16}
 POINTERS = {"window_kernel": 7, "stream_kernel": 7, "rotate_kernel": 4}
 # Bytes that a thread of attention spills at most. What a bound on registers sets aside waits in
 # memory while the stream kernel's loop runs without it: by Triton 3.6 the most, at 72 columns.
@@ -68,7 +70,7 @@ def test_every_driver_that_knows_the_gpu_knows_the_ptx(found, monkeypatch, capab
     """By NVIDIA's "PTX ISA Release Notes"; Triton's own assembler takes newer ones."""
     gpu = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(triton_lowering, "local_gpu", lambda: gpu)
-    lower(max_seqlen=64)
+    lower(**SMALL)
     [kernel] = found.kernels
     assert f".version {version}\n" in kernel.ptx
 
@@ -157,7 +159,7 @@ def test_a_kernel_is_known_again(found):
     """Where a temporary file lay is in nothing that a cache of this or another process looks at."""
     for _ in range(2):
         triton_lowering.compile_ir.cache_clear()
-        lower(max_seqlen=64)
+        lower(**SMALL)
     first, second = found.compiled
     assert first.asm["ttir"] == second.asm["ttir"]
     assert first.asm["ptx"] == second.asm["ptx"]
@@ -198,7 +200,7 @@ def test_what_other_versions_refuse_is_left_to_xla(found, monkeypatch, module, n
 
     monkeypatch.setattr(module, name, refuse_once)
     with pytest.warns(UserWarning, match=r"XLA compiles instead: TypeError\('unexpected arg"):
-        lowered = lower(max_seqlen=64)
+        lowered = lower(**SMALL)
     assert lowered.count("__gpu$xla.gpu.triton") == 1
     assert found.kernels == []
 

@@ -5,6 +5,7 @@ slices that pass an end), so that interpreting alone proves nothing about a GPU.
 """
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +30,31 @@ def no_gpu():
     jax.clear_caches()
 
 
-@pytest.fixture(params=[None, Gpu("NVIDIA H200", "9.0")], ids=["default", "H200"])
+@pytest.fixture
 def gpu(request, monkeypatch):
-    """The default's launches, and those of the GPU that is in the table."""
+    """Whose launches are taken; without one the default's."""
     monkeypatch.setattr(choose, "gpu", lambda: request.param)
     jax.clear_caches()  # a machine's GPU never changes: nothing is traced anew for another
+
+
+def on_each_gpu(names, calls):
+    """Run a test by the default's launches, and by those of the GPU that is in the table.
+
+    names: of the arguments, the first of which are dtype and head_dim. For fp32 and for wide heads
+    the table has no launches of that GPU: it takes the default's.
+    """
+    h200 = Gpu("NVIDIA H200", "9.0")
+    own = [call for call in calls if call[0] != jnp.float32 and call[1] <= 128]
+    cases = [*((None, *call) for call in calls), *((h200, *call) for call in own)]
+    return pytest.mark.parametrize(("gpu", *names), cases, indirect=["gpu"])
+
+
+def test_launches_of_the_gpu_in_the_table():
+    """Those that `on_each_gpu` relies on."""
+    launches = json.loads(choose.TABLE_FILE.read_text())["NVIDIA H200"]["launches"]
+    assert {row["operands"] for row in launches} == {"half"}
+    for kernel in ("stream_backward_q", "stream_backward_kv", "window_backward"):
+        assert all(row["max_head_dim"] <= 128 for row in launches if row["kernel"] == kernel)
 
 
 def lower(
@@ -67,9 +88,9 @@ def kernels(module):
 
 @pytest.mark.parametrize("fuse", ["qk", "q", "none"])
 @pytest.mark.parametrize("max_seqlen", [WINDOW, 64, 128, STREAM])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_every_kernel_dtype_and_fusion(gpu, dtype, max_seqlen, fuse):
-    module = lower(dtype=dtype, max_seqlen=max_seqlen, fuse=fuse)
+@on_each_gpu(("dtype", "head_dim"), [(jnp.bfloat16, 80), (jnp.float32, 80)])
+def test_every_kernel_dtype_and_fusion(gpu, dtype, head_dim, max_seqlen, fuse):
+    module = lower(head_dim, dtype=dtype, max_seqlen=max_seqlen, fuse=fuse)
     assert kernels(module) == (1 if fuse == "qk" else 2)
 
 
@@ -77,6 +98,37 @@ def test_every_kernel_dtype_and_fusion(gpu, dtype, max_seqlen, fuse):
 def test_every_head_dim(head_dim):
     assert kernels(lower(head_dim, dtype=jnp.float16, max_seqlen=WINDOW, fuse="qk")) == 1
     assert kernels(lower(head_dim, dtype=jnp.float16, max_seqlen=STREAM, fuse="q")) == 2
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "max_seqlen", "fuse", "count"),
+    [
+        (512, jnp.float32, 64, "qk", 2),  # of partial logits, and of the result
+        (520, jnp.bfloat16, WINDOW, "none", 3),
+        (16384, jnp.float32, STREAM, "qk", 1),
+        (264, jnp.float16, STREAM, "none", 2),
+    ],
+)
+def test_wide_heads(head_dim, dtype, max_seqlen, fuse, count):
+    options = {"heads": 1, "max_seqlen": max_seqlen, "fuse": fuse}
+    assert kernels(lower(head_dim, dtype=dtype, **options)) == count
+
+
+@pytest.mark.parametrize("max_seqlen", [WINDOW, STREAM])
+def test_positions(max_seqlen):
+    positions = jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
+    cu_seqlens = jax.ShapeDtypeStruct((SEGMENTS + 1,), jnp.int32)
+    qkv = jax.ShapeDtypeStruct((TOKENS, 3, HEADS, 72), jnp.bfloat16)
+
+    def call(qkv, cu_seqlens, positions):
+        return pallas_kernels.fused_sinusoidal_attention_qkvpacked(
+            qkv, None, None, cu_seqlens, positions=positions, max_seqlen=max_seqlen, fuse="qk",
+            implementation="kernel",
+        )  # fmt: skip
+
+    with cuda_device():
+        traced = jax.jit(call).trace(qkv, cu_seqlens, positions)
+        assert kernels(traced.lower(lowering_platforms=("cuda",)).as_text()) == 1
 
 
 def gradients(function):
@@ -90,7 +142,7 @@ def gradients(function):
     return pulled
 
 
-@pytest.mark.parametrize(
+@on_each_gpu(
     ("dtype", "head_dim", "rotary_dim", "max_seqlen", "packed"),
     [
         (jnp.bfloat16, 80, None, 64, True),
@@ -109,7 +161,7 @@ def test_gradients(gpu, dtype, head_dim, rotary_dim, max_seqlen, packed):
     assert "stablehlo.while" not in module
 
 
-@pytest.mark.parametrize(
+@on_each_gpu(
     ("dtype", "head_dim", "rotary_dim", "packed", "batch_invariant"),
     [
         (jnp.bfloat16, 80, None, True, False),
