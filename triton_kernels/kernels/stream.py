@@ -80,7 +80,7 @@ def stream_kernel(
     blocks = tl.cdiv(tokens, BLOCK)
     head = tl.program_id(0) // blocks
     first_column = None
-    END: tl.constexpr = None if COLUMNS is None else tl.cdiv(HEAD_DIM, MAIN) * MAIN
+    END: tl.constexpr = None if COLUMNS is None else (HEAD_DIM + MAIN - 1) // MAIN * MAIN
     if COLUMNS is not None:
         first_column = head % (END // MAIN) * MAIN
         head = head // (END // MAIN)

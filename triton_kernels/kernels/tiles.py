@@ -28,9 +28,12 @@ ROPE = tl.constexpr("rope")
 SINUSOIDAL = tl.constexpr("sinusoidal")
 POSITIONS = tl.constexpr("positions")
 
+# fp32 operands are multiplied as such. (Triton 3.6 takes no string as a parameter's default.)
+IEEE = tl.constexpr("ieee")
+
 
 @triton.jit
-def dot(a, b, acc=None, PRECISION: tl.constexpr = "ieee"):
+def dot(a, b, acc=None, PRECISION: tl.constexpr = IEEE):
     """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32.
 
     PRECISION "tf32x3": by three products on tensor cores, of parts that add up to 22 bits.

@@ -61,11 +61,11 @@ def wide_kernel(
     UNIT: tl.constexpr = 8 if ALIGNED else 1
     q_stride, k_stride, v_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT
     angle_stride = angle_stride * ANGLE_UNIT
-    CHUNKS: tl.constexpr = tl.cdiv(HEAD_DIM, COLUMNS)
+    CHUNKS: tl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
     BLOCKS: tl.constexpr = 1 if IS_FIRST else BLOCK // ROWS
     SHARES: tl.constexpr = SPLITS if IS_FIRST else OUT_SPLITS
     PROGRAMS: tl.constexpr = SHARES * BLOCKS
-    SHARE: tl.constexpr = tl.cdiv(CHUNKS, SHARES) * COLUMNS
+    SHARE: tl.constexpr = (CHUNKS + SHARES - 1) // SHARES * COLUMNS
     pair = tl.program_id(0) // PROGRAMS
     share = tl.program_id(0) % PROGRAMS // BLOCKS
     block = tl.program_id(0) % BLOCKS
@@ -159,7 +159,7 @@ def add_products(
     EMBED_Q: tl.constexpr, EMBED_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Logits, not scaled, with the products of some columns added, chunk by chunk."""
-    END: tl.constexpr = tl.cdiv(HEAD_DIM, COLUMNS) * COLUMNS
+    END: tl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS * COLUMNS
     for column in range(first_column, end_column, COLUMNS):
         q = load_rotary(
             q_ptr, q_stride, q_rows, q_mask, 0, column, COLUMNS, 1, HEAD_DIM, ROTARY_DIM,
@@ -207,7 +207,7 @@ def fill_chunks(out_ptr, start, end, step, value, columns, HEADS: tl.constexpr,
     stride = HEADS * HEAD_DIM
     # In fp32 first: the interpreter of Triton 3.7 and older makes no bf16 constant but 0.
     x = tl.full([ROWS, COLUMNS], value, tl.float32).to(dtype)
-    END: tl.constexpr = tl.cdiv(HEAD_DIM, COLUMNS) * COLUMNS
+    END: tl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS * COLUMNS
     for block in range(0, end - start, step):
         rows = tl.arange(0, ROWS)
         mask = rows < end - start - block
