@@ -19,7 +19,7 @@ def public_function(packed, options, embedding="rope"):
 
 
 @functools.cache
-def jitted(packed, options, alike, embedding):
+def jitted(packed, options, alike, embedding="rope"):
     """Jitted once for all tests that use these keywords."""
     # On a CPU XLA fuses elementwise operations, here so and there so, and a sum of products is
     # rounded once where they meet in one loop.

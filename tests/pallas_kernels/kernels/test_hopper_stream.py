@@ -205,7 +205,7 @@ def test_log_sum_exps(heads, head_dim):
     case.qkv[180:200, 1] *= 30
     arguments = (jnp.asarray(case.qkv),), NO_NORMS, *map(jnp.asarray, case.packed[1:])
     options = {"scale": head_dim**-0.5, "fuse": "none", "batch_invariant": False} | LONG
-    options |= {"norm_eps": NORM_EPS}
+    options |= {"norm_eps": NORM_EPS, "embed": "rope"}
     attend = functools.partial(attention.attend, interpret=ON_CPU, **options)
     [without] = jax.jit(attend)(*arguments)
     out, found = jax.jit(functools.partial(attend, keeps_lse=True))(*arguments)
