@@ -57,15 +57,16 @@ class EmbeddingContract:
         separate, packed = (self.attention(case, packed=p, **options) for p in (False, True))
         assert_accurate(separate, case)
         assert_same_bits(separate, packed)
+        if self.implementation != "kernel":
+            return  # its products' sums are a library's
         grouped = dataclasses.replace(case, group=2, is_sinusoidal=False)
         options = {"max_seqlen": max_seqlen, "batch_invariant": True}
         found = self.attention(grouped, **options)
         assert_accurate(found, grouped)
-        if self.implementation == "kernel":
-            alone = make_case((7,), head_dim=WIDE, dtype="float32", heads=2)
-            qkv, cos, sin = grouped.qkv[:7], grouped.cos[:7], grouped.sin[:7]
-            alone = dataclasses.replace(alone, qkv=qkv, cos=cos, sin=sin, group=2)
-            assert_same_bits(self.attention(alone, **options), found[:7])
+        alone = make_case((7,), head_dim=WIDE, dtype="float32", heads=2)
+        qkv, cos, sin = grouped.qkv[:7], grouped.cos[:7], grouped.sin[:7]
+        alone = dataclasses.replace(alone, qkv=qkv, cos=cos, sin=sin, group=2)
+        assert_same_bits(self.attention(alone, **options), found[:7])
 
     @pytest.mark.parametrize("segments", [1, 100])
     def test_wide_heads_by_one_launch_and_by_two(self, segments):

@@ -446,14 +446,17 @@ class ArgumentContract:
     def test_tables_of_a_line_and_of_a_grid(self):
         line = np.array([0, 5, 2**20 + 1], np.int32)
         angles = line[:, None] * 10000.0 ** (-np.arange(8) / 8)
-        found = self.package.sinusoidal_tables(self.array(line), 16)
-        for x, expected in zip(found, (np.cos(angles), np.sin(angles)), strict=True):
-            np.testing.assert_allclose(np.asarray(x), expected, rtol=0, atol=1e-6)
+
+        def tables(positions, head_dim):
+            made = self.package.sinusoidal_tables(self.array(positions), head_dim)
+            return [np.asarray(x.cpu() if hasattr(x, "cpu") else x) for x in made]
+
+        for x, expected in zip(tables(line, 16), (np.cos(angles), np.sin(angles)), strict=True):
+            np.testing.assert_allclose(x, expected, rtol=0, atol=1e-6)
         grid = np.stack([line, line[::-1]], axis=1)
-        halves = (self.package.sinusoidal_tables(self.array(x.copy()), 8) for x in grid.T)
+        halves = (tables(x.copy(), 8) for x in grid.T)
         expected = [np.concatenate(x, axis=1) for x in zip(*halves, strict=True)]
-        found = self.package.sinusoidal_tables(self.array(grid), 16)
-        np.testing.assert_array_equal(np.stack(found), np.stack(expected))
+        np.testing.assert_array_equal(np.stack(tables(grid, 16)), np.stack(expected))
         with pytest.raises(ValueError, match=r"\[tokens\] or \[tokens, 2\], got \(3, 3\)"):
             self.package.sinusoidal_tables(self.array(np.zeros((3, 3), np.int32)), 16)
 

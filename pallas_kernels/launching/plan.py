@@ -187,7 +187,7 @@ def rotate_by_kernel(
 def rotate_by_xla(
     x: jax.Array, first_part: int, parts: int,
     cos: jax.Array, sin: jax.Array, rows: int, norms: tuple[jax.Array | None, ...], norm_eps: float,
-    embed: str,
+    embed: str = "rope",
 ) -> jax.Array:  # fmt: skip
     """What `rotate_by_kernel` returns, where there is no Triton to write its kernel for."""
     (tokens, _, heads, head_dim), dtype = x.shape, x.dtype
