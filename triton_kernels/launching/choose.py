@@ -56,7 +56,7 @@ _MULTIPROCESSORS = 132
 # want the largest gradient of each tile, see stream_backward.py.
 _BACKWARD_DTYPES = (torch.bfloat16,)
 _WIDEST_BACKWARD = 128  # two gradients' sums fill the registers
-# How far their programs have to fill their waves.
+# How far their programs have to fill their waves: a guess, not measured yet.
 _FULL_BACKWARD = 0.6
 
 # What batch-invariant calls look long segments, and rows, up by, whatever they have.
