@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+pytest.importorskip("ray")
 pytest.importorskip("pyarrow")
 
 import pyarrow as pa
