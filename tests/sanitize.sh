@@ -22,14 +22,14 @@ export PYTORCH_NO_CUDA_MEMORY_CACHING=1 XLA_PYTHON_CLIENT_ALLOCATOR=platform
 # XLA's trials of its own kernels compare results that nobody wrote.
 export XLA_FLAGS="--xla_gpu_autotune_level=0 ${XLA_FLAGS:-}"
 attention='(TestKernel or TestContract or TestLengths) and (any_cu_seqlens or every_fusion'
-attention+=' or segments_of_every_kind or test_every_head_dim or (many_lengths and 80))'
-kernels='window|stream|hopper_stream|rotate|gated|gated_product|norm_scale'
+attention+=' or segments_of_every_kind or test_every_head_dim or every_embedding'
+attention+=' or (many_lengths and 80))'
+kernels='window|stream|wide|hopper_stream|rotate|rotate_back|gated|gated_product|norm_scale'
 kernels+='|window_backward|stream_backward_q|stream_backward_kv|hopper_backward_q|hopper_backward_kv'
 gradients='TestKernel and as_exact'
 bounds='TestKernel and (any_cu_seqlens or lengths_around or ends_of_their_dtype)'
 specialized='(TestContract or TestGradients) and (as_exact or any_segments or (many_lengths and 80))'
 gated='TestGated and (oracles_rounded_once or one_kernel_is_the_oracles)'
-kernels+='|rotate_back'
 
 run() {  # a suite by a tool; prints when it is done, as several may run at once
   local tool=$1 selected=${2%: *} files options log status=0

@@ -19,12 +19,14 @@ class Route:
         max_seqlen: the bound on a segment's length that is passed.
         heads: so many.
         lengths: of the segments, none longer than the bound.
+        head_dim: None: that of everything, see `Sizes`.
     """
 
     name: str
     max_seqlen: int
     heads: int
     lengths: tuple[int, ...]
+    head_dim: int | None = None
 
 
 # Bounds that lead to the window kernel and past it, in every dtype.
@@ -44,7 +46,7 @@ class Sizes:
         hostile: hostile cu_seqlens, each in turn on another route and way of fusing.
         runs: repetitions of one call.
         routes: to every kernel; the first to the window kernel.
-        head_dim: of everything but the largest.
+        head_dim: of everything but the largest, and of routes that have another.
         far_tokens, far_heads: of the packed qkv that is checked at its far end.
         long_segment: tokens of a single segment.
         segments: of a call with very many.
@@ -76,18 +78,24 @@ ON_GPU = Sizes(
         Route("stream", 767, _MANY, _LONG),
         Route("warp-specialized", 768, _MANY, (*_LONG, 4)),  # tokens by eights
         Route("warp-specialized", STREAM, _MANY, _LONG),
+        replace(_SHORT, name="wide", head_dim=520),  # the last chunk holds 8 columns
+        Route("stream", STREAM, 2, _LONG, head_dim=264),
     ),
 )  # fmt: skip
 ON_CPU = Sizes(
     hostile=40, runs=2, head_dim=8, far_tokens=320, far_heads=1,
     long_segment=140, segments=40, fuse=("qk", "none"), lengths=(29,), starts=(0, 33, 70),
-    routes=(Route("window", WINDOW, 1, (32, 0, 1, 7)), Route("stream", STREAM, 1, (40, 0, 1, 7))),
+    routes=(
+        Route("window", WINDOW, 1, (32, 0, 1, 7)),
+        Route("stream", STREAM, 1, (40, 0, 1, 7)),
+        Route("wide", WINDOW, 1, (16, 0, 1, 7), head_dim=264),
+    ),
 )  # fmt: skip
 
 
 def draw(
     lengths: np.ndarray | list[int],
-    sizes: Sizes,
+    head_dim: int,
     dtype: str = "bfloat16",
     *,
     heads: int = 1,
@@ -100,7 +108,7 @@ def draw(
 
     Args:
         lengths: tokens of each segment.
-        sizes: for head_dim.
+        head_dim: of each head.
         dtype: a key of DTYPES.
         heads: so many.
         padding: tokens of no segment, behind the others.
@@ -112,7 +120,7 @@ def draw(
     tokens = int(cu_seqlens[-1]) + padding
     rows = min(tokens, distinct or tokens)
     row = (first + np.arange(tokens)) % max(rows, 1)
-    arrays = (x[row] for x in _rows(rows, heads, sizes.head_dim, dtype, seed))
+    arrays = (x[row] for x in _rows(rows, heads, head_dim, dtype, seed))
     return KernelInputs(*arrays, cu_seqlens, int(np.max(lengths, initial=0)))
 
 

@@ -7,6 +7,7 @@ Each case is judged right after calls of its own, so that it counts for the kern
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ def hostile(subject: Subject, sizes: Sizes) -> Findings:
     rng = np.random.default_rng(0)
     drawn = []
     for route in sizes.routes:
-        inputs = draw(route.lengths, sizes, heads=route.heads, padding=_PADDING)
+        inputs = _draw(route, sizes, padding=_PADDING)
         largest = np.abs(inputs.qkv[:, 2].astype(np.float32)).max()
         limit = float(largest) * (1 + 2**-7)  # a mean, rounded to bf16
         drawn.append((route, inputs, subject.put(inputs), limit))
@@ -69,7 +70,7 @@ def hostile(subject: Subject, sizes: Sizes) -> Findings:
 def poison(subject: Subject, sizes: Sizes) -> Findings:
     """NaN or infinity in one segment, or in padding, changes no bit of any other segment."""
     for route in sizes.routes:
-        inputs = draw(route.lengths, sizes, heads=route.heads, padding=_PADDING)
+        inputs = _draw(route, sizes, padding=_PADDING)
         end, tokens = int(inputs.cu_seqlens[-1]), len(inputs.qkv)
         places = [*itertools.pairwise(inputs.cu_seqlens.tolist()), (end, tokens)]
         places = [(first, last) for first, last in places if first < last]
@@ -96,7 +97,7 @@ def huge(subject: Subject, sizes: Sizes) -> Findings:
     yield from _far_offsets(subject, sizes)
 
     for head_dim in (64, 80):
-        long = draw([sizes.long_segment], replace(sizes, head_dim=head_dim))
+        long = draw([sizes.long_segment], head_dim)
         arguments = subject.put(long)
         for fuse in sizes.fuse:
             told = f"one segment of {sizes.long_segment}, {head_dim} columns, fuse {fuse}"
@@ -104,7 +105,7 @@ def huge(subject: Subject, sizes: Sizes) -> Findings:
             yield _inaccurate(long, out, (0,), 1, told)
 
     short = np.random.default_rng(0).integers(0, 9, sizes.segments)
-    many = draw(short, sizes, "float16", padding=1000)
+    many = draw(short, sizes.head_dim, "float16", padding=1000)
     arguments = subject.put(many)
     for bound, fuse in itertools.product((8, STREAM), sizes.fuse):
         out = subject.attend(arguments, bound, fuse=fuse)
@@ -117,7 +118,7 @@ def huge(subject: Subject, sizes: Sizes) -> Findings:
 def determinism(subject: Subject, sizes: Sizes) -> Findings:
     """The same call gives the same bits every time."""
     for dtype, route in itertools.product(DTYPES, sizes.routes):
-        inputs = draw(route.lengths, sizes, dtype, heads=route.heads, padding=_PADDING)
+        inputs = _draw(route, sizes, dtype=dtype, padding=_PADDING)
         arguments = subject.put(inputs)
         for fuse in sizes.fuse:
             first = subject.attend(arguments, route.max_seqlen, fuse=fuse)
@@ -133,10 +134,10 @@ def place(subject: Subject, sizes: Sizes) -> Findings:
     for dtype, route, length in itertools.product(DTYPES, sizes.routes, sizes.lengths):
         if length > route.max_seqlen:
             continue
-        moved = draw([length], sizes, dtype, heads=route.heads)
+        moved = _draw(route, sizes, [length], dtype=dtype)
         before: dict[tuple[str, int], tuple[int, torch.Tensor]] = {}
         for start in sizes.starts:
-            around = draw([tokens], sizes, dtype, heads=route.heads, seed=1, first=start)
+            around = _draw(route, sizes, [tokens], dtype=dtype, seed=1, first=start)
             arguments = subject.put(_among(around, moved, start, route))
             for fuse in sizes.fuse:
                 found = subject.attend(arguments, route.max_seqlen, fuse=fuse)
@@ -153,17 +154,17 @@ def place(subject: Subject, sizes: Sizes) -> Findings:
 def invariance(subject: Subject, sizes: Sizes) -> Findings:
     """On request its bits are also those of itself alone and in calls of other sizes and bounds."""
     tokens = max(sizes.starts) + max(sizes.lengths)
-    of_heads = itertools.groupby(sorted(sizes.routes, key=_heads), key=_heads)
-    groups = [(heads, list(routes)) for heads, routes in of_heads]
-    for dtype, (heads, routes), length in itertools.product(DTYPES, groups, sizes.lengths):
-        moved = draw([length], sizes, dtype, heads=heads)
+    of_shape = itertools.groupby(sorted(sizes.routes, key=_shape), key=_shape)
+    groups = [list(routes) for _, routes in of_shape]
+    for dtype, routes, length in itertools.product(DTYPES, groups, sizes.lengths):
+        moved = _draw(routes[0], sizes, [length], dtype=dtype)
         before: dict[str, tuple[str, torch.Tensor]] = {}
         for start, (times, route) in zip(sizes.starts, itertools.cycle(enumerate(routes, 1))):
             if length > route.max_seqlen:
                 continue
             rows = times * tokens if start else max(sizes.lengths)
-            shape = {"heads": heads, "seed": 1, "distinct": _DISTINCT, "first": start}
-            around = draw([rows], sizes, dtype, **shape)
+            shape = {"dtype": dtype, "seed": 1, "distinct": _DISTINCT, "first": start}
+            around = _draw(route, sizes, [rows], **shape)
             arguments = subject.put(_among(around, moved, start, route))
             for fuse in sizes.fuse:
                 options = {"fuse": fuse, "batch_invariant": True}
@@ -173,7 +174,7 @@ def invariance(subject: Subject, sizes: Sizes) -> Findings:
                 first, expected = before.setdefault(fuse, (here, found))
                 if found is expected:
                     continue
-                told = f"{dtype}, {length} tokens {here}, {heads} heads, fuse {fuse}"
+                told = f"{dtype}, {length} tokens {here}, {route.heads} heads, fuse {fuse}"
                 same = same_bits(found, expected)
                 yield None if same else f"other bits than {first}: {told}"
 
@@ -182,7 +183,7 @@ def numerics(subject: Subject, sizes: Sizes) -> Findings:
     """Large, equal and one-sided logits, fp16 near its largest: as accurate as unfused, no NaN."""
     routes = itertools.product(EXTREMES.items(), DTYPES, sizes.routes)
     for (name, make), dtype, route in routes:
-        inputs = make(draw(route.lengths, sizes, dtype, heads=route.heads, padding=_PADDING))
+        inputs = make(_draw(route, sizes, dtype=dtype, padding=_PADDING))
         arguments, exact = subject.put(inputs), oracle(inputs)
         unfused_error = relative_rms_error(unfused(inputs), exact)
         # An error below a rounding of the result counts as none: unfused may have none by chance.
@@ -198,11 +199,11 @@ def gradients(subject: Subject, sizes: Sizes) -> Findings:
     """Those in qkv: the same bits every time and beside NaN; of any cu_seqlens none is garbage."""
     rng = np.random.default_rng(0)
     for dtype, route in itertools.product(DTYPES, sizes.routes):
-        shape = {"dtype": dtype, "heads": route.heads, "padding": _PADDING}
-        inputs = draw(route.lengths, sizes, **shape)
+        shape = {"dtype": dtype, "padding": _PADDING}
+        inputs = _draw(route, sizes, **shape)
         # Of the result's shape, with no gradient in the segment that is spoilt.
         first, tokens, end = int(inputs.cu_seqlens[1]), len(inputs.qkv), int(inputs.cu_seqlens[-1])
-        grads = draw(route.lengths, sizes, **shape, seed=1)
+        grads = _draw(route, sizes, **shape, seed=1)
         grads.qkv[:first] = 0
         grad = subject.put(grads)[0][:, 0]
         told = f"{dtype}, {_told(route, 'auto')}"
@@ -266,8 +267,16 @@ def _among(around: KernelInputs, moved: KernelInputs, start: int, route: Route) 
     return replace(around, cu_seqlens=cu_seqlens)
 
 
-def _heads(route: Route) -> int:
-    return route.heads
+def _draw(
+    route: Route, sizes: Sizes, lengths: Sequence[int] | None = None, **options: Any
+) -> KernelInputs:
+    """Inputs of a route's shape, of its segments or of others."""
+    lengths = route.lengths if lengths is None else lengths
+    return draw(lengths, route.head_dim or sizes.head_dim, heads=route.heads, **options)
+
+
+def _shape(route: Route) -> tuple[int, int]:
+    return route.heads, route.head_dim or 0
 
 
 def _told(route: Route, fuse: str) -> str:
@@ -275,28 +284,23 @@ def _told(route: Route, fuse: str) -> str:
 
 
 def _far_offsets(subject: Subject, sizes: Sizes) -> Findings:
-    # Rows that repeat with a prime period: an offset that wraps lands on other values.
-    lengths = [64] * (sizes.far_tokens // 64)
-    far = replace(
-        draw(
-            lengths, replace(sizes, head_dim=80), heads=sizes.far_heads,
-            padding=sizes.far_tokens % 64, distinct=9973,
-        ),
-        max_seqlen=64,
-    )  # fmt: skip
-    arguments = subject.put(far)
-    for bound, fuse in itertools.product((64, STREAM), sizes.fuse):
-        out = subject.attend(arguments, bound, fuse=fuse)
-        told = f"{len(out)} tokens, max_seqlen {bound}, fuse {fuse}"
-        if out[far.cu_seqlens[-1] :].any():
-            yield f"padding is not 0: {told}"
-        else:
-            yield _inaccurate(far, out, (0, len(lengths) // 2, len(lengths) - 2), 2, told)
+    lengths, padding = [64] * (sizes.far_tokens // 64), sizes.far_tokens % 64
+    for heads, head_dim in (sizes.far_heads, 80), (max(sizes.far_heads // 8, 1), 640):
+        # Rows that repeat with a prime period: an offset that wraps lands on other values.
+        far = draw(lengths, head_dim, heads=heads, padding=padding, distinct=9973)
+        arguments = subject.put(far)
+        for bound, fuse in itertools.product((64, STREAM), sizes.fuse):
+            out = subject.attend(arguments, bound, fuse=fuse)
+            told = f"{len(out)} tokens x {head_dim}, max_seqlen {bound}, fuse {fuse}"
+            if out[far.cu_seqlens[-1] :].any():
+                yield f"padding is not 0: {told}"
+            else:
+                yield _inaccurate(far, out, (0, len(lengths) // 2, len(lengths) - 2), 2, told)
 
 
 def _next_to_nothing(subject: Subject, sizes: Sizes) -> Findings:
     for lengths, tokens in (([1], 1), ([0, 0], 0), ([], 5)):
-        few = draw(lengths, sizes, padding=tokens - sum(lengths))
+        few = draw(lengths, sizes.head_dim, padding=tokens - sum(lengths))
         arguments = subject.put(few)
         for bound, fuse in itertools.product((WINDOW, STREAM), sizes.fuse):
             out = subject.attend(arguments, bound, fuse=fuse)

@@ -9,7 +9,8 @@ from typing import Any
 from unittest import mock
 
 WARP_SPECIALIZED = "hopper_stream"
-EVERYWHERE = ("rotate", "window", "stream")
+WIDE = "wide"
+EVERYWHERE = ("rotate", "window", "stream", WIDE)
 BACKWARD = ("window_backward", "stream_backward_q", "stream_backward_kv")
 WARP_SPECIALIZED_BACKWARD = ("hopper_backward_q", "hopper_backward_kv")
 

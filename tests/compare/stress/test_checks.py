@@ -23,6 +23,7 @@ from compare.stress.launched import (
     EVERYWHERE,
     WARP_SPECIALIZED,
     WARP_SPECIALIZED_BACKWARD,
+    WIDE,
 )
 from compare.stress.server import Traffic
 from compare.stress.subjects import SUBJECTS, MemoryFault, Subject, Triton
@@ -243,7 +244,7 @@ def test_every_check_reaches_every_kernel(on_hopper, monkeypatch, name):
     gradients = CHECKS[name].gradients
     assert min(reached.values()) > 0
     if name == "invariance":  # whose calls are served by all others at once
-        assert list(reached) == list(EVERYWHERE)
+        assert list(reached) == [kernel for kernel in EVERYWHERE if kernel != WIDE]
         return
     assert list(reached) == [*on_hopper_gpu(gradients)]
     # All is rotated beforehand, and each case is of one kernel.
@@ -253,7 +254,8 @@ def test_every_check_reaches_every_kernel(on_hopper, monkeypatch, name):
 @pytest.mark.parametrize("route", stress_inputs.ON_GPU.routes)
 @pytest.mark.parametrize("fuse", stress_inputs.ON_GPU.fuse)
 def test_what_a_call_launches_is_noted(on_hopper, route, fuse):
-    inputs = stress_inputs.draw(route.lengths, ON_GPU, heads=route.heads)
+    head_dim = route.head_dim or ON_GPU.head_dim
+    inputs = stress_inputs.draw(route.lengths, head_dim, heads=route.heads)
     subject = Triton()
     subject.attend(subject.put(inputs), route.max_seqlen, fuse=fuse)
     rotated = {"rotate"} if fuse != "qk" else set()
@@ -276,7 +278,7 @@ def test_which_kernels_a_gpu_has(monkeypatch, capability, kernels):
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 def test_a_run_on_a_hopper_gpu_that_misses_a_kernel_fails(monkeypatch, tmp_path, subject):
-    sizes = dataclasses.replace(SIZES, hostile=2, fuse=("none",))  # too small for its own kernel
+    sizes = dataclasses.replace(SIZES, hostile=3, fuse=("none",))  # too small for its own kernel
     monkeypatch.setattr(stress_inputs, "ON_CPU", sizes)
     monkeypatch.setattr(stress_inputs, "ON_GPU", sizes)
     monkeypatch.setattr(checks, "kernels_here", on_hopper_gpu)
@@ -291,11 +293,12 @@ def test_a_run_on_a_hopper_gpu_that_misses_a_kernel_fails(monkeypatch, tmp_path,
     [record] = result_files.read(path).records
     assert not record["passed"]
     assert record["note"] == "no case reached the kernel hopper_stream"
-    assert record["kernels"] == {"rotate": 2, "window": 1, "stream": 1, "hopper_stream": 0}
+    others = {"rotate": 3, "window": 1, "stream": 1, "wide": 1}
+    assert record["kernels"] == others | {"hopper_stream": 0}
 
 
 def test_a_write_beside_a_tensor_is_found():
-    inputs = stress_inputs.draw([5], SIZES, "float32")
+    inputs = stress_inputs.draw([5], SIZES.head_dim, "float32")
 
     class Writes(Triton):
         def __init__(self, write):
@@ -415,7 +418,8 @@ NUMBERS = "numerics", "gradients"
 
 
 def test_every_check_and_kernel_is_tried_on_a_gpu():
-    assert [route.name for route in ON_GPU.routes] == ["window", "stream", "warp-specialized"]
+    names = [route.name for route in ON_GPU.routes]
+    assert names == ["window", "stream", "warp-specialized", "wide"]
     assert sorted((*MEMORY, *BITS, *NUMBERS)) == sorted(CHECKS)
 
 
