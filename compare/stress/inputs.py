@@ -169,6 +169,20 @@ def refusable(cu_seqlens: np.ndarray, tokens: int, max_seqlen: int) -> np.ndarra
     return rows
 
 
+def contested(cu_seqlens: np.ndarray, tokens: int) -> np.ndarray:
+    """Mask [tokens] of the rows of segments that share rows with others, as values decrease.
+
+    A row's log-sum-exp is then another segment's, and so its probabilities are no probabilities.
+    """
+    bounds = list(itertools.pairwise(np.clip(cu_seqlens, 0, tokens).tolist()))
+    times, rows = np.zeros(tokens, int), np.zeros(tokens, bool)
+    for start, end in bounds:
+        times[start:end] += 1
+    for start, end in bounds:
+        rows[start:end] |= (times[start:end] > 1).any()
+    return rows
+
+
 def _unrotated(inputs: KernelInputs, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> KernelInputs:
     """Q, k, v [tokens, heads, head_dim] with angles of 0: logits are the products as written."""
     qkv = np.stack([q, k, v], axis=1).astype(inputs.qkv.dtype)

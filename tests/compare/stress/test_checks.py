@@ -349,6 +349,11 @@ def test_only_segments_beyond_the_bound_may_be_refused():
     assert refusable.tolist() == [False] * 8 + [True] * 9 + [False] * 3
 
 
+def test_which_rows_share_a_segment_with_rows_that_are_in_two():
+    contested = stress_inputs.contested(np.array([1, 4, 9, 7, 12, 14]), 20)
+    assert contested.tolist() == [False] * 4 + [True] * 8 + [False] * 8
+
+
 def test_hostile_segments_are_of_every_kind():
     rng = np.random.default_rng(0)
     drawn = np.stack([stress_inputs.hostile_cu_seqlens(rng, 5, 30) for _ in range(500)])

@@ -95,6 +95,20 @@ def test_a_recording_begins_when_what_it_reads_is_there(cuda, workspace_sizes):
     assert order == expected
 
 
+def test_recordings_share_memory_and_let_other_threads_allocate_theirs(
+    cuda, workspace_sizes, monkeypatch
+):
+    captures = mock.MagicMock(return_value=contextlib.nullcontext())
+    monkeypatch.setattr(cuda, "graph", captures)
+    recorder = Recorder(torch.device("cuda"))
+    for _ in range(2):
+        recorder.record(lambda: None)
+    cuda.graph_pool_handle.assert_called_once_with()
+    graph, memory = cuda.CUDAGraph.return_value, cuda.graph_pool_handle.return_value
+    expected = mock.call(graph, memory, cuda.Stream.return_value, capture_error_mode="thread_local")
+    assert captures.call_args_list == [expected, expected]
+
+
 @pytest.mark.parametrize("before", [None, "4096"])
 def test_products_are_recorded_without_workspace_where_a_variable_sets_it(monkeypatch, before):
     """PyTorch before 2.13."""
