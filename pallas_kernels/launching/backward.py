@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels.checks import MAX_TILED_HEAD_DIM, NO_NORMS, NORM_EPS
+from pallas_kernels.checks import MAX_TILED_HEAD_DIM, NORM_EPS
 from pallas_kernels.kernels.stream import hoists
 from pallas_kernels.kernels.stream_backward import (
     stream_backward_kv_kernel,
@@ -22,7 +22,7 @@ from pallas_kernels.launching.choose import (
 )
 from pallas_kernels.launching.hopper_backward import hopper_gradients
 from pallas_kernels.launching.launch import run_all
-from pallas_kernels.launching.plan import LOG2_E, operands, rotate_by_kernel
+from pallas_kernels.launching.plan import LOG2_E, operands, rotate_by_kernel, rotate_first
 
 
 def has_gradient_kernels(head_dim: int, embed: str) -> bool:
@@ -101,18 +101,12 @@ def _stream_gradients(
     scale: float,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    (q, k, v), (q_part, k_part, v_part) = operands(qkv)
-    tokens, _, heads, head_dim = v.shape
+    tokens, _, heads, head_dim = qkv[-1].shape
     packed = len(qkv) == 1
     rotated = functools.partial(
         rotate_by_kernel, cos=cos, sin=sin, rows=tokens, norm_eps=NORM_EPS, interpret=interpret
     )
-    if packed:
-        q = k = rotated(q, q_part, 2, norms=NO_NORMS)
-        parts = 0, 1, v_part
-    else:
-        q, k = rotated(q, q_part, 1, norms=(None,)), rotated(k, k_part, 1, norms=(None,))
-        parts = 0, 0, v_part
+    (q, k, v), parts, _ = rotate_first(qkv, rotated)
     main, tail = head_split(head_dim)
     options = {
         "parts": parts, "scale_log2": scale * LOG2_E, "main": main, "tail": tail,

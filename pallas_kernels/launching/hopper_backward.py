@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.checks import NO_NORMS, NORM_EPS
+from pallas_kernels.checks import NORM_EPS
 from pallas_kernels.kernels.rotate import rotate_back_kernel
 from pallas_kernels.launching.choose import (
     BLOCK,
@@ -17,7 +17,7 @@ from pallas_kernels.launching.choose import (
     rows_of,
 )
 from pallas_kernels.launching.launch import run_all
-from pallas_kernels.launching.plan import LOG2_E, operands, rotate_by_kernel
+from pallas_kernels.launching.plan import LOG2_E, rotate_by_kernel, rotate_first
 from pallas_kernels.sharding import vary_as, varying_axes
 
 # Wider heads' sums leave few registers.
@@ -41,8 +41,7 @@ def hopper_gradients(
 
     grad and out are [tokens, 1, heads, head_dim].
     """
-    (q, k, v), (q_part, k_part, v_part) = operands(qkv)
-    tokens, _, heads, head_dim = v.shape
+    tokens, _, heads, head_dim = qkv[-1].shape
     packed = len(qkv) == 1
     rows = rows_of(tokens)
     width = pl.cdiv(head_dim, COLUMN_UNIT) * COLUMN_UNIT
@@ -50,15 +49,10 @@ def hopper_gradients(
         rotate_by_kernel, cos=cos, sin=sin, rows=rows, norm_eps=NORM_EPS, interpret=interpret,
         joined=True,
     )  # fmt: skip
-    if packed:
-        q = k = rotated(q, q_part, 2, norms=NO_NORMS)
-        parts = 0, 1, v_part
-    else:
-        q, k = rotated(q, q_part, 1, norms=(None,)), rotated(k, k_part, 1, norms=(None,))
-        parts = 0, 0, v_part
+    (q, k, v), parts, _ = rotate_first(qkv, rotated)
     if (rows, width) != (tokens, head_dim):  # copied to where tiles fit
         padding = (0, rows - tokens), (0, 0), (0, 0), (0, width - head_dim)
-        v, out, grad = (jnp.pad(x, padding) for x in (v[:, v_part : v_part + 1], out, grad))
+        v, out, grad = (jnp.pad(x, padding) for x in (v[:, parts[2] : parts[2] + 1], out, grad))
         parts = *parts[:2], 0
     if tokens % BLOCK > 0:
         lse = jnp.pad(lse, ((0, 0), (0, -tokens % BLOCK)))

@@ -1,13 +1,14 @@
 """All launches of a call: first rotations, if any, then attention."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.checks import Norms
+from pallas_kernels.checks import NO_NORMS, Norms
 from pallas_kernels.kernels.dialect import HAVE_TRITON
 from pallas_kernels.kernels.rotate import rotate_kernel
 from pallas_kernels.kernels.softmax import is_online
@@ -114,7 +115,7 @@ def _attend(
 
     written: what is written to, where the kernel does not write all of it.
     """
-    (q, k, v), (q_part, k_part, v_part) = operands(qkv)
+    (q, k, v), _ = operands(qkv)
     tokens, _, heads, head_dim = q.shape
     k_heads = k.shape[2]
     if embed == "positions":
@@ -137,6 +138,28 @@ def _attend(
         else rotate_by_xla
     )
     rotated = functools.partial(rotate, cos=cos, sin=sin, rows=rows, norm_eps=norm_eps, embed=embed)
+    (q, k, v), parts, norms = rotate_first(qkv, rotated, fuse, norms)
+    scale_log2 = scale * LOG2_E
+    if warp_specialized:
+        guess = min(serving.max_seqlen, tokens)
+        how = parts, scale_log2, guess, keeps_lse
+        return run_hopper_stream(q, k, v, cu_seqlens, heads, *how)
+    read = q, k, v, cos, sin, cu_seqlens, *norms
+    how = scale_log2, serving, fuse, norm_eps, interpret, keeps_lse, written, embed
+    return _attention(read, heads, parts, *how)
+
+
+def rotate_first(
+    qkv: tuple[jax.Array, ...],
+    rotated: Callable[..., jax.Array],
+    fuse: str = "none",
+    norms: Norms = NO_NORMS,
+) -> tuple[tuple[jax.Array, ...], tuple[int, int, int], Norms]:
+    """Q, K and V, rotated beforehand as far as `fuse` says; where they lie; norms that are left.
+
+    rotated: makes so many parts of an array, as `rotate_by_kernel` does.
+    """
+    (q, k, v), (q_part, k_part, v_part) = operands(qkv)
     q_norm, k_norm = norms
     if fuse == "none" and len(qkv) == 1 and (q_norm is None) == (k_norm is None):
         q = k = rotated(q, q_part, 2, norms=norms)
@@ -146,14 +169,7 @@ def _attend(
             q, q_part, q_norm = rotated(q, q_part, 1, norms=(q_norm,)), 0, None
         if fuse != "qk":
             k, k_part, k_norm = rotated(k, k_part, 1, norms=(k_norm,)), 0, None
-    parts, scale_log2 = (q_part, k_part, v_part), scale * LOG2_E
-    if warp_specialized:
-        guess = min(serving.max_seqlen, tokens)
-        how = parts, scale_log2, guess, keeps_lse
-        return run_hopper_stream(q, k, v, cu_seqlens, heads, *how)
-    read = q, k, v, cos, sin, cu_seqlens, q_norm, k_norm
-    how = scale_log2, serving, fuse, norm_eps, interpret, keeps_lse, written, embed
-    return _attention(read, heads, parts, *how)
+    return (q, k, v), (q_part, k_part, v_part), (q_norm, k_norm)
 
 
 def rotate_by_kernel(
