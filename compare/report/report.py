@@ -275,11 +275,12 @@ def renewed(readme: Path, directory: Path, report: Path) -> str:
         path = folder / name
         return f"![{title}]({_link(path, readme.parent)})" if path.is_file() else ""
 
+    training = next((of["training"] for of in devices.values() if "training" in of), None)
     own, others = (_link(path, readme.parent) for path in (folder / REPORT, report))
     links = f"[Everything measured on the {_device(parts)}]({own}); [all devices]({others})."
     blocks = {
         "summary": (chart("Towers' time beside Hugging Face's", _HERO), summary_table(parts)),
-        "results": (summary_sentences(parts), chart(_title("tower"), "tower.svg"), links),
+        "results": (summary_sentences(parts, training), chart(_title("tower"), "tower.svg"), links),
         "checks": (_checks(parts),),
         "attention": (attention_table(parts),),
         "sizes": (tables.sizes_table(),),

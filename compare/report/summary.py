@@ -1,7 +1,7 @@
 """The numbers that a reader wants first: a table, three sentences, the bars of the hero chart."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compare.common.console import number
 from compare.common.result_files import Results
@@ -88,6 +88,14 @@ _WINDOWS, _FRAMES = (
 )
 
 
+_TRAINED_WINDOWS, _TRAINED_FRAMES = (
+    replace(subject, part="training") for subject in (_WINDOWS, _FRAMES)
+)
+_TRAINED_TOWERS = replace(
+    _TOWERS, part="training", family="tower-train", twins=("accelerated", "flax")
+)
+
+
 def summary_table(parts: Mapping[str, Results]) -> str:
     """Times of ours at four sizes, PyTorch's / JAX's, and their speedups over others.
 
@@ -123,10 +131,14 @@ def _rows(subject: _Subject, parts: Mapping[str, Results]) -> Iterator[list[str]
             yield [title, *cells]
 
 
-def summary_sentences(parts: Mapping[str, Results]) -> str:
-    """A sentence on towers, on windows and on whole images, of what is on record.
+def summary_sentences(parts: Mapping[str, Results], training: Results | None = None) -> str:
+    """A sentence on towers, on windows, on whole images and on training, of what is on record.
 
     Each tells the least speedup at the four sizes: none is the choice of the best one.
+
+    Args:
+        parts: of one device.
+        training: that part, which may be of another.
     """
     libraries = (
         "the speedup over the fastest library, which rotates beforehand, is at least {} in PyTorch "
@@ -141,6 +153,20 @@ def summary_sentences(parts: Mapping[str, Results]) -> str:
         f"**Attention in windows**: {libraries}": _least(_WINDOWS, parts, _LIBRARIES),
         f"**Attention over whole images**: {libraries}": _least(_FRAMES, parts, _LIBRARIES),
     }
+    if training is not None:
+        trained = {"training": training}
+        begin = f"**Training** ({training.device}, forward and backward): "
+        told |= {
+            f"{begin}{libraries[:-1]} in windows, {{}} and {{}} over whole images.": [
+                ratio
+                for subject in (_TRAINED_WINDOWS, _TRAINED_FRAMES)
+                for ratio in _least(subject, trained, _LIBRARIES)
+            ],
+            "**A step of training** all layers of an accelerated model: the speedup is at least {} "
+            "over SDPA, and {} over flash attention.": [
+                _least(_TRAINED_TOWERS, trained, rival)[0] for rival in (_SDPA, _FLASH)
+            ],
+        }
     return "\n".join(
         f"- {text.format(*map(speedup, ratios))}" for text, ratios in told.items() if all(ratios)
     )

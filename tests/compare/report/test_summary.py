@@ -69,3 +69,35 @@ def test_the_bars_of_the_hero_chart():
         "Hugging Face, flash attention": 13.6,
         "Hugging Face, SDPA": 24.8,
     }
+
+
+def test_a_sentence_on_training_names_its_device():
+    times_us = {
+        ("triton", "torch"): (10.0, 10.0),
+        ("rope + FA2 varlen", "torch"): (25.0, 15.0),
+        ("pallas", "jax"): (8.0, 8.0),
+        ("XLA rope + cuDNN", "jax"): (16.0, 9.6),
+    }
+    kernels = [
+        Record(f"{family}-448", name, median_us=us, framework=framework)
+        for (name, framework), of_family in times_us.items()
+        for family, us in zip(("windows", "frames"), of_family, strict=True)
+    ]
+    training = synthetic.as_results("training", kernels)
+    assert summary_sentences({}, training) == (
+        f"- **Training** ({training.device}, forward and backward): the speedup over the fastest "
+        "library, which rotates beforehand, is at least 2.5x in PyTorch and 2.0x in JAX in windows,"
+        " 1.50x and 1.20x over whole images."
+    )
+
+
+def test_a_sentence_on_steps_of_training():
+    steps = [
+        Record("tower-train-448", name, median_us=1e3 * ms, row_us=1e3 * ms, framework="torch")
+        for name, ms in (("accelerated", 10), ("Hugging Face SDPA", 31), ("Hugging Face FA2", 16))
+    ]
+    assert summary_sentences({}, synthetic.as_results("training", steps[:2])) == ""
+    assert summary_sentences({}, synthetic.as_results("training", steps)) == (
+        "- **A step of training** all layers of an accelerated model: the speedup is at least 3.1x "
+        "over SDPA, and 1.60x over flash attention."
+    )
