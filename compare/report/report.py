@@ -324,8 +324,8 @@ def _checks(parts: _Parts) -> str:
 
 
 def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:
-    """The result files by device directory and part, the device with the most timings first; of
-    devices with as many, the one that was measured last.
+    """The result files by device directory and part, the device with the most timings of kernels
+    and towers first; of devices with as many, the one that was measured last.
 
     Raises:
         InputError: there is none, or one cannot be read.
@@ -360,11 +360,8 @@ def _read_part(folder: Path, part: str) -> Results | None:
 
 
 def _weight(parts: _Parts) -> tuple[int, str]:
-    """Of a device: how many timings there are, and when its newest file was made.
-
-    Those of embeddings, more than all others, are no reason to show a device first.
-    """
-    counted = (measured for part, measured in parts.items() if part != "embeddings")
+    """Of a device: how many timings there are of what is shown first, and its newest file's date."""
+    counted = (parts[part] for part in ("kernels", "towers") if part in parts)
     records = (record for measured in counted for record in measured.records)
     timings = sum(record["median_us"] is not None for record in records)
     return timings, max(measured.date for measured in parts.values())
