@@ -18,6 +18,8 @@ import jax
 from flax import nnx
 from jax.extend.core import get_opaque_trace_state
 
+from flax_models.packed import Packed, Place, pack, unpack
+
 # Matrix products by cuBLAS alone, which adds the bias and the residual stream in fp32 and rounds
 # once. Where Triton is a choice, XLA first sets apart what Triton takes, a product with its bias,
 # and leaves the residual sum to other kernels.
@@ -67,14 +69,14 @@ def _find(function: Callable[..., Any], module: nnx.Module) -> "_Program":
     attributes = tuple(vars(node) for _, node in nnx.iter_modules(module))
     known = _values(attributes)
     parameters = jax.tree.leaves(module, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    run = _of_structure(function, jax.tree.structure(module))
-    return _Program(attributes, known, tuple(parameters), run)
+    structure = jax.tree.structure(module)
+    return _Program(function, structure, attributes, known, tuple(parameters))
 
 
 def compilations() -> int:
     """A number that grows with every program that is compiled for a module."""
     structures = _of_structure.cache_info().misses
-    return structures + sum(program.run.compilations() for program in list(_programs.values()))
+    return structures + sum(program.compilations() for program in list(_programs.values()))
 
 
 _trace_state = functools.partial(get_opaque_trace_state, convention="flax_models")
@@ -103,13 +105,15 @@ class Jitted:
         return self._by_options._cache_size()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Program:
-    attributes: tuple[dict[str, Any], ...]  # of each module, as they are now
+    function: Callable[..., Any]
+    structure: jax.tree_util.PyTreeDef  # of the module
+    attributes: tuple[dict[str, Any], ...]  # of each module within it, as they are now
     known: list[Any]  # the values that they had when the parameters were found
     parameters: tuple[nnx.Variable, ...]
-    run: Jitted
     ran: set[Any] = field(default_factory=set)  # signatures of arguments, for which it is compiled
+    launch: tuple[Packed, Jitted] | None = None  # what the last call packed, and what takes it
 
     def is_current(self) -> bool:
         values = _values(self.attributes)
@@ -119,7 +123,21 @@ class _Program:
         return _trace_state() == _NO_TRACE and _signature(arguments) in self.ran
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.run(list(map(nnx.Variable.get_raw_value, self.parameters)), *arguments)
+        values = list(map(nnx.Variable.get_raw_value, self.parameters))
+        if _trace_state() != _NO_TRACE:
+            return self._of_places(())(values, None, *arguments)
+        launch = self.launch
+        if launch is None or not launch[0].holds(values):
+            packed = pack(values)
+            launch = self.launch = packed, self._of_places(packed.places)
+        packed, run = launch
+        return run(packed.others(values), packed.array, *arguments)
+
+    def compilations(self) -> int:
+        return self.launch[1].compilations() if self.launch else 0
+
+    def _of_places(self, places: tuple[Place, ...]) -> Jitted:
+        return _of_structure(self.function, self.structure, places)
 
 
 def _signature(arguments: tuple[Any, ...]) -> Any:
@@ -132,10 +150,18 @@ def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def _of_structure(function: Callable[..., Any], structure: jax.tree_util.PyTreeDef) -> Jitted:
+def _of_structure(*of_what: Any) -> Jitted:
     """The jitted function of parameters' values, one for all modules of a structure."""
+    return Jitted(of_values(*of_what))
 
-    def of_values(values: list[jax.Array], *arguments: Any) -> Any:
+
+def of_values(
+    function: Callable[..., Any], structure: jax.tree_util.PyTreeDef, places: tuple[Place, ...]
+) -> Callable[..., Any]:
+    """The function that takes a module as an array of what is packed and a list of the others."""
+
+    def call(others: list[Any], packed: jax.Array | None, *arguments: Any) -> Any:
+        values = others if packed is None else unpack(places, packed, others)
         return function(jax.tree.unflatten(structure, values), *arguments)
 
-    return Jitted(of_values)
+    return functools.update_wrapper(call, function, assigned=("__name__", "__qualname__"))
