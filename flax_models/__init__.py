@@ -6,8 +6,8 @@ one of its names is first used.
 - `common`: what both towers share, in NumPy alone.
 - `tower`: the Flax tower, of the layers in `blocks`, their `attention`, matrix `products`, the
   `gated` activation and `gated_product`, and of `pooling` over an image.
-- Around a pass: `inputs` and `device` bring patches there, `compiled` calls it, `rows` takes the
-  images' own rows of what comes out.
+- Around a pass: `inputs` and `device` bring patches there, `compiled` calls it with small
+  parameters `packed`, `rows` takes the images' own rows of what comes out.
 - `mesh`: a tower on several devices, whole images on each or its blocks divided.
 - `ray_data`: data sets of any size, on Ray Data.
 - `__main__`: the command line, `python -m flax_models`, with values by `arguments`.

@@ -1,7 +1,8 @@
 """Functions jitted as the tower is, and calling one on a module without flattening the module.
 
 Flattening hundreds of parameters takes JAX a millisecond, much of a small image's time; checking
-that all modules hold the same objects as before takes a twentieth of that.
+that all modules hold the same objects as before takes a twentieth of that, and is done while the
+device computes.
 """
 
 import functools
@@ -10,12 +11,14 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.extend.core import get_opaque_trace_state
+
+from flax_models.packed import Packed, Place, pack, unpack
 
 # Matrix products by cuBLAS alone, which adds the bias and the residual stream in fp32 and rounds
 # once. Where Triton is a choice, XLA first sets apart what Triton takes, a product with its bias,
@@ -39,21 +42,41 @@ def compiled(function: Callable[..., Any], module: nnx.Module) -> Callable[..., 
         function: pure; takes the module and further pytrees.
         module: always given with the same function.
     """
+    return functools.partial(_call, function, module)
+
+
+def _call(function: Callable[..., Any], module: nnx.Module, *arguments: Any) -> Any:
     program = _programs.get(module)
+    if program is not None and program.has_run(arguments):
+        # Launched before it is known whether it is the module's still. Of a module that has changed
+        # it is dropped, or fails, as where arrays of its old parameters were donated.
+        try:
+            results = program(*arguments)
+        except Exception:
+            if program.is_current():
+                raise
+        else:
+            if program.is_current():
+                return results
     if program is None or not program.is_current():
-        attributes = tuple(vars(node) for _, node in nnx.iter_modules(module))
-        known = _values(attributes)
-        parameters = jax.tree.leaves(module, is_leaf=lambda node: isinstance(node, nnx.Variable))
-        run = _of_structure(function, jax.tree.structure(module))
-        program = _Program(attributes, known, tuple(parameters), run)
-        _programs[module] = program
-    return program
+        program = _programs[module] = _find(function, module)
+    results = program(*arguments)
+    program.ran.add(_signature(arguments))
+    return results
+
+
+def _find(function: Callable[..., Any], module: nnx.Module) -> "_Program":
+    attributes = tuple(vars(node) for _, node in nnx.iter_modules(module))
+    known = _values(attributes)
+    parameters = jax.tree.leaves(module, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    structure = jax.tree.structure(module)
+    return _Program(function, structure, attributes, known, tuple(parameters))
 
 
 def compilations() -> int:
     """A number that grows with every program that is compiled for a module."""
     structures = _of_structure.cache_info().misses
-    return structures + sum(program.run.compilations() for program in list(_programs.values()))
+    return structures + sum(program.compilations() for program in list(_programs.values()))
 
 
 _trace_state = functools.partial(get_opaque_trace_state, convention="flax_models")
@@ -82,20 +105,44 @@ class Jitted:
         return self._by_options._cache_size()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Program:
-    attributes: tuple[dict[str, Any], ...]  # of each module, as they are now
+    function: Callable[..., Any]
+    structure: jax.tree_util.PyTreeDef  # of the module
+    attributes: tuple[dict[str, Any], ...]  # of each module within it, as they are now
     known: list[Any]  # the values that they had when the parameters were found
     parameters: tuple[nnx.Variable, ...]
-    run: Jitted
+    ran: set[Any] = field(default_factory=set)  # signatures of arguments, for which it is compiled
+    launch: tuple[Packed, Jitted] | None = None  # what the last call packed, and what takes it
 
     def is_current(self) -> bool:
         values = _values(self.attributes)
         return len(values) == len(self.known) and all(map(operator.is_, values, self.known))
 
+    def has_run(self, arguments: tuple[Any, ...]) -> bool:
+        return _trace_state() == _NO_TRACE and _signature(arguments) in self.ran
+
     def __call__(self, *arguments: Any) -> Any:
-        values = [parameter.get_raw_value() for parameter in self.parameters]
-        return self.run(values, *arguments)
+        values = list(map(nnx.Variable.get_raw_value, self.parameters))
+        if _trace_state() != _NO_TRACE:
+            return self._of_places(())(values, None, *arguments)
+        launch = self.launch
+        if launch is None or not launch[0].holds(values):
+            packed = pack(values)
+            launch = self.launch = packed, self._of_places(packed.places)
+        packed, run = launch
+        return run(packed.others(values), packed.array, *arguments)
+
+    def compilations(self) -> int:
+        return self.launch[1].compilations() if self.launch else 0
+
+    def _of_places(self, places: tuple[Place, ...]) -> Jitted:
+        return _of_structure(self.function, self.structure, places)
+
+
+def _signature(arguments: tuple[Any, ...]) -> Any:
+    leaves, structure = jax.tree.flatten(arguments)
+    return structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
@@ -103,10 +150,18 @@ def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def _of_structure(function: Callable[..., Any], structure: jax.tree_util.PyTreeDef) -> Jitted:
+def _of_structure(*of_what: Any) -> Jitted:
     """The jitted function of parameters' values, one for all modules of a structure."""
+    return Jitted(of_values(*of_what))
 
-    def of_values(values: list[jax.Array], *arguments: Any) -> Any:
+
+def of_values(
+    function: Callable[..., Any], structure: jax.tree_util.PyTreeDef, places: tuple[Place, ...]
+) -> Callable[..., Any]:
+    """The function that takes a module as an array of what is packed and a list of the others."""
+
+    def call(others: list[Any], packed: jax.Array | None, *arguments: Any) -> Any:
+        values = others if packed is None else unpack(places, packed, others)
         return function(jax.tree.unflatten(structure, values), *arguments)
 
-    return Jitted(of_values)
+    return functools.update_wrapper(call, function, assigned=("__name__", "__qualname__"))

@@ -53,7 +53,8 @@ def tower_program(name: str, side: int, depth: int) -> str:
     from flax import nnx
 
     from flax_models import VisionConfig, VisionTower, choose_bucket, gated_product, plan_layout
-    from flax_models.compiled import COMPILER_OPTIONS
+    from flax_models.compiled import COMPILER_OPTIONS, of_values
+    from flax_models.packed import small_places
     from flax_models.tower import _encode
     from pallas_kernels.launching.compile import compiling_by
 
@@ -68,12 +69,17 @@ def tower_program(name: str, side: int, depth: int) -> str:
     grid = np.array([(1, side, side)])
     layout = plan_layout(config, grid, choose_bucket(config, grid))
     patches = jax.ShapeDtypeStruct((len(layout.window_order), config.patch_dim), jnp.float32)
-    run = jax.jit(_encode, compiler_options=COMPILER_OPTIONS)
+    values, structure = jax.tree.flatten(tower)
+    places = small_places(values)
+    length, small = sum(place.length for place in places), {place.index for place in places}
+    packed = jax.ShapeDtypeStruct((length,), jnp.float32)
+    others = [value for index, value in enumerate(values) if index not in small]
+    run = jax.jit(of_values(_encode, structure, places), compiler_options=COMPILER_OPTIONS)
     enough = len(layout.window_order) >= gated_product._FEWEST_TOKENS
     one_kernel = gated_product.HAVE_MOSAIC and enough  # as where there is an H200
     faster = mock.patch.object(gated_product, "_is_faster", return_value=one_kernel)
     with compiling_by("xla"), faster:  # the Triton package leaves nothing to look at
-        program = compile_for_gpu(run, tower, patches, jax.tree.map(jnp.asarray, layout))
+        program = compile_for_gpu(run, others, packed, patches, jax.tree.map(jnp.asarray, layout))
     return program.as_text()
 
 
