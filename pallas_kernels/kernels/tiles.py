@@ -226,11 +226,10 @@ def store_partial(x_ref: Ref, pair: Scalar, split: Scalar, logits: jax.Array) ->
     plgpu.store(x_ref.at[pair, split], logits)
 
 
-def load_partials(x_ref: Ref, pair: Scalar, first: Scalar, count: int, first_row: Scalar,
-                  rows: int) -> jax.Array:  # fmt: skip
-    """Some rows of the tiles of so many splits, [count, rows, block]."""
-    where = pl.ds(first, count), pl.ds(first_row, rows), pl.ds(0, x_ref.shape[-1])
-    return plgpu.load(x_ref.at[(pair, *where)])
+def load_partial(x_ref: Ref, pair: Scalar, split: Scalar, first_row: Scalar,
+                 rows: int) -> jax.Array:  # fmt: skip
+    """Some rows [rows, block] of a tile that store_partial wrote."""
+    return plgpu.load(x_ref.at[pair, split, pl.ds(first_row, rows), pl.ds(0, x_ref.shape[-1])])
 
 
 def load_numbers(x_ref: Ref, head: Scalar, rows: Rows, other: float) -> jax.Array:

@@ -25,6 +25,7 @@ from pallas_kernels.launching.choose import (
     invariant_limit,
     is_warp_specialized,
     is_wide,
+    out_splits,
     precision,
     rotated_row,
     rows_of,
@@ -294,20 +295,20 @@ def _wide_attention(
     shape = v.dtype, head_dim, serving.max_seqlen, serving.rows or tokens * heads
     launch = find_launch("wide", *shape)
     pairs, block = (cu_seqlens.shape[0] - 1) * heads, launch.block
-    splits = column_splits(pairs, head_dim, launch.columns)
+    splits = column_splits(pairs, head_dim, launch.columns, block)
     # Query rows of a program that adds up partial logits: few, as there are many to add.
     rows = block if splits == 1 else MIN_COLUMNS
-    out_splits = pl.cdiv(splits, block // rows)
+    shares = 1 if splits == 1 else out_splits(pairs, head_dim, launch.columns, block // rows)
     kernel = functools.partial(
         wide_kernel, parts=parts, heads=heads, scale_log2=scale_log2, columns=launch.columns,
         precision=products, embed_q=embed if fuse != "none" else None,
         embed_k=embed if fuse == "qk" else None, block=block, splits=splits,
-        out_splits=out_splits, out_rows=rows, interpreted=interpret,
+        out_splits=shares, out_rows=rows, interpreted=interpret,
     )  # fmt: skip
     how, partial = (launch, interpret), None
     if splits > 1:
         first, written = functools.partial(kernel, is_first=True), (pairs, splits, block, block)
         partial = run(first, pairs * splits, written, jnp.float32, *how, (*read, None))
-    last, programs = functools.partial(kernel, is_first=False), pairs * out_splits * (block // rows)
+    last, programs = functools.partial(kernel, is_first=False), pairs * shares * (block // rows)
     shape = tokens, 1, heads, head_dim
     return (run(last, programs, shape, v.dtype, *how, (*read, partial))[:, 0],)
