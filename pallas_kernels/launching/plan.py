@@ -240,7 +240,7 @@ def _attention(
     segments = cu_seqlens.shape[0] - 1
     max_seqlen, looked_up, shortest, shared = serving
     shape = v.dtype, head_dim, max_seqlen, looked_up or tokens * heads
-    products = "ieee" if interpret else precision(v.dtype)
+    products = "ieee" if interpret else precision(v.dtype, max_seqlen)
     if is_wide(head_dim) and max_seqlen <= window_limit(v.dtype, head_dim):
         return _wide_attention(
             read[:6], heads, parts, scale_log2, serving, fuse, interpret, embed, products
@@ -255,7 +255,7 @@ def _attention(
         online = is_online(v.dtype, head_dim, max_seqlen)
         blocks = {"online": online, "block_k": launch.block_k, "shortest": shortest}
         blocks |= {"columns": launch.columns, "precision": "ieee"}
-        if launch.columns is not None:
+        if launch.columns is not None:  # else a tile holds a wide head, too
             main, tail = launch.out_columns, 0
             programs *= pl.cdiv(head_dim, main)
             blocks["precision"] = products
@@ -268,7 +268,7 @@ def _attention(
     results = [((tokens, 1, heads, head_dim), v.dtype)]
     if keeps_lse:
         results.append(((heads, tokens), jnp.float32))
-    disable_licm = not hoists(head_dim, v.dtype)
+    disable_licm = not hoists(head_dim, v.dtype, launch.columns)
     written = (written[0][:, None], *written[1:]) if written else ()
     how = launch, interpret, read, disable_licm, written
     out, *lse = run_all(kernel, programs, results, *how)

@@ -69,9 +69,11 @@ _warp_specialized = ContextVar("warp_specialized", default=True)
 
 
 # Of wide heads: the longest segment whose logits one tile holds, and what every chunk's columns
-# divide. fp32 is multiplied as such ("ieee"), or by three products on tensor cores ("tf32x3").
+# divide.
 WIDE_LIMIT, WIDEST_CHUNK = 64, 128
-WIDE_FP32 = "ieee"
+# How fp32 is multiplied in short and in long segments of these, see `tiles.dot`: tensor cores would
+# save time where memory is not what is waited for.
+WIDE_FP32, LONG_WIDE_FP32 = "ieee", "ieee"
 # The most programs that share the columns of one; of segments of up to 32 tokens twice as many.
 _MOST_SPLITS = 32
 # A tensor-core product needs 16 columns.
@@ -105,9 +107,11 @@ def is_wide(head_dim: int) -> bool:
     return head_dim > MAX_TILED_HEAD_DIM
 
 
-def precision(dtype: torch.dtype) -> str:
+def precision(dtype: torch.dtype, max_seqlen: int) -> str:
     """How wide heads are multiplied, see `tiles.dot`."""
-    return WIDE_FP32 if dtype == torch.float32 else "ieee"
+    if dtype != torch.float32:
+        return "ieee"
+    return WIDE_FP32 if max_seqlen <= WIDE_LIMIT else LONG_WIDE_FP32
 
 
 def column_splits(pairs: int, head_dim: int, columns: int, block: int) -> int:
@@ -119,8 +123,8 @@ def column_splits(pairs: int, head_dim: int, columns: int, block: int) -> int:
     """
     if pairs >= 0.75 * _MULTIPROCESSORS:
         return 1
-    most = triton.cdiv(_MULTIPROCESSORS, max(pairs, 1)), _MOST_SPLITS if block > 32 else 2 * _MOST_SPLITS
-    splits = min(triton.cdiv(head_dim, columns), *most)
+    most = _MOST_SPLITS if block > 32 else 2 * _MOST_SPLITS
+    splits = min(triton.cdiv(head_dim, columns), triton.cdiv(_MULTIPROCESSORS, max(pairs, 1)), most)
     return splits if splits < 8 else splits // 8 * 8
 
 

@@ -382,8 +382,11 @@ def _attention(
         launch = find_launch(name, *shape, source, aligned)
         programs = triton.cdiv(tokens, launch.block) * heads
         chunked = None, "ieee"
-        if launch.columns is not None:
-            split, chunked = (launch.out_columns, 0), (launch.columns, precision(x.dtype))
+        if launch.columns is not None:  # else a tile holds a wide head, too
+            split, chunked = (
+                (launch.out_columns, 0),
+                (launch.columns, precision(x.dtype, max_seqlen)),
+            )
             programs *= triton.cdiv(head_dim, launch.out_columns)
         online = is_online(x.dtype, head_dim, max_seqlen)
         kernel, split = stream_kernel, (*split, *chunked)
@@ -423,8 +426,8 @@ def _wide_attention(
     numbers = tokens, segments, scale * LOG2_E, *strides
     constants = (
         heads, head_dim, rotary_dim_of(cos, head_dim), launch.columns, True, angle_unit, k_heads,
-        embed if fuse != "none" else None, embed if fuse == "qk" else None, precision(x.dtype),
-        block, splits, shares, rows,
+        embed if fuse != "none" else None, embed if fuse == "qk" else None,
+        precision(x.dtype, serving.max_seqlen), block, splits, shares, rows,
     )  # fmt: skip
 
     def call(programs: int, is_first: bool) -> Call:
