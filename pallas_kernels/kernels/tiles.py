@@ -92,8 +92,8 @@ def dot(
 ) -> jax.Array:
     """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32.
 
-    precision "tf32x3": by three products on tensor cores, of parts that add up to 22 bits; "bf16x6":
-    by six, of three parts of 24 bits.
+    precision "tf32x3": by three products on tensor cores, of parts that add up to 22 bits;
+    "bf16x6": by six, of parts that add up to 24.
     """
     # Never None, which would be whatever the program around the call has products be.
     is_single = a.dtype == jnp.float32
