@@ -1,4 +1,6 @@
-"""Functions in processes of their own: any, one for each GPU, which sees no other, and many items."""
+"""Functions in processes of their own: any, on many items, and one for each GPU, which sees no
+other.
+"""
 
 import multiprocessing
 import os

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-jax = pytest.importorskip("jax")
+pytest.importorskip("jax")
 
 from compare.bench.embeddings import all_implementations
 from compare.implementations import warm_up as module
@@ -79,6 +79,8 @@ def test_inputs_are_those_of_each_workload():
 @pytest.mark.parametrize("kept", [False, True])
 def test_processes_fill_the_caches_that_are_used(monkeypatch, tmp_path, capsys, kept, dies):
     """By each implementation's first call on each workload; here without processes."""
+    import jax
+
     called, compiled = [], jax.config.jax_compilation_cache_dir
 
     def on_each(items, most, function, *arguments, variables):
