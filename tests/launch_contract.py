@@ -61,7 +61,7 @@ class LaunchContract:
         [(264, "none", "rope"), (512, "q", "sinusoidal"), (320, "qk", "rope")],
     )
     def test_a_wide_head_that_a_tile_holds(self, head_dim, fuse, embed):
-        """As by launches for GPUs that have room for it; rotated beforehand in chunks all the same."""
+        """As on GPUs that have room for it; what is embedded beforehand is so in chunks."""
         launch = importlib.import_module(f"{self.package.__name__}.launching.choose")
         table = importlib.import_module(f"{self.package.__name__}.launching.table").Table
         row = {"block": 16, "block_k": 16, "num_warps": 4, "num_stages": 2}
