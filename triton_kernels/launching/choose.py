@@ -103,7 +103,7 @@ def rotated_row(heads: int, head_dim: int, in_chunks: bool = False) -> int:
 
 
 def is_wide(head_dim: int) -> bool:
-    """Whether no tile holds a head, which is then read in chunks of columns."""
+    """Whether a head is read in chunks of columns, unless its launch says that a tile holds it."""
     return head_dim > MAX_TILED_HEAD_DIM
 
 
