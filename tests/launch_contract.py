@@ -57,6 +57,22 @@ class LaunchContract:
             assert_accurate(self.attention(case, max_seqlen=longest, fuse=fuse), case)
 
     @pytest.mark.parametrize(
+        ("head_dim", "fuse", "embed"),
+        [(264, "none", "rope"), (512, "q", "sinusoidal"), (320, "qk", "rope")],
+    )
+    def test_a_wide_head_that_a_tile_holds(self, head_dim, fuse, embed):
+        """As on GPUs that have room for it; what is embedded beforehand is so in chunks."""
+        launch = importlib.import_module(f"{self.package.__name__}.launching.choose")
+        table = importlib.import_module(f"{self.package.__name__}.launching.table").Table
+        row = {"block": 16, "block_k": 16, "num_warps": 4, "num_stages": 2}
+        rows = [{"kernel": kernel, **row} for kernel in ("stream", "rotating_stream")]
+        rows.append({"kernel": "rotate", **row, "block_k": 1, "columns": 128})
+        default = {"compute_capability": None, "launches": rows}
+        case = make_case((20, 0, 7), head_dim=head_dim, heads=2, embed=embed, trailing=3)
+        with launch.launching_by(table.from_text(json.dumps({"default": default}))):
+            assert_accurate(self.attention(case, max_seqlen=4096 + head_dim, fuse=fuse), case)
+
+    @pytest.mark.parametrize(
         ("heads", "head_dim", "row"), [(16, 80, 1280), (16, 72, 1280), (3, 72, 256), (1, 8, 64)]
     )
     def test_rows_of_rotated_heads_hold_their_tiles_and_start_at_cache_lines(

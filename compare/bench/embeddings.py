@@ -17,7 +17,7 @@ from compare.common.errors import one_line
 from compare.common.result_files import Record
 from compare.implementations import kernels
 from compare.implementations.kernels import AUTO, FUSE, INSIDE, TABLES, KernelImplementation
-from compare.implementations.warm_up import draw_inputs, warm_up
+from compare.implementations.warm_up import caches_filled, draw_inputs, warm_up
 from compare.workloads.kernels import KernelInputs, KernelWorkload
 
 # Of fp32 a product is three in bf16, which reach its error; tensor cores have nothing faster.
@@ -82,19 +82,34 @@ def _all_ways(workload: KernelWorkload) -> list[Way]:
     return [*our_ways(workload), *peers(workload)]
 
 
+def all_implementations(workload: KernelWorkload) -> list[KernelImplementation]:
+    """What has to be compiled before a workload can be timed: ours in every way, and the peers."""
+    return [way.implementation for way in _all_ways(workload)]
+
+
 def bench_embeddings(
-    workloads: Sequence[KernelWorkload], ceilings: Ceilings, ways: Ways = _all_ways
+    workloads: Sequence[KernelWorkload], ceilings: Ceilings, ways: Ways | None = None
 ) -> Iterator[list[Record]]:
     """Time every way on every workload; print the tables.
 
     Args:
         workloads: of EMBEDDING_WORKLOADS, or like them.
         ceilings: of the same run.
-        ways: of a workload; default ours and the peers.
+        ways: of a workload; default ours and the peers, all compiled beforehand in processes.
 
     Yields:
         For each workload a record for each way.
     """
+    if ways is None:
+        with caches_filled(workloads, all_implementations):
+            yield from _bench(workloads, ceilings, _all_ways)
+    else:
+        yield from _bench(workloads, ceilings, ways)
+
+
+def _bench(
+    workloads: Sequence[KernelWorkload], ceilings: Ceilings, ways: Ways
+) -> Iterator[list[Record]]:
     for workload, inputs, compiled in _prepared(workloads, ways):
         of_workload = [
             _described(record, way, workload, ceilings)

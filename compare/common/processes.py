@@ -1,8 +1,10 @@
-"""Functions in processes of their own: any, and one for each GPU, which sees no other."""
+"""Functions in processes of their own: any, on many items, and one for each GPU, which sees no
+other.
+"""
 
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -42,15 +44,36 @@ def on_each_gpu(gpus: int, function: Callable[..., Any], *arguments: Any) -> lis
         return [each.result() for each in running]
 
 
+def on_each(
+    items: Sequence[Any],
+    most: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    variables: Mapping[str, str],
+) -> Iterator[Any]:
+    """Call a function on each item, with arguments behind it, in some processes at a time.
+
+    They share the items. Yields what it returns for each, in their order.
+
+    Raises:
+        BrokenProcessPool: a process died; besides, whatever the function raises.
+    """
+    with _process(variables, processes=min(most, len(items)) or 1) as pool:
+        for running in [pool.submit(function, item, *arguments) for item in items]:
+            yield running.result()
+
+
 def begin_together() -> None:
     """Wait until all processes of a call are here; elsewhere, for nobody."""
     if _barrier is not None:
         _barrier.wait(_PATIENCE)
 
 
-def _process(variables: Mapping[str, str], barrier: Any = None) -> ProcessPoolExecutor:
-    """One process, which starts with the first function that is submitted."""
-    return ProcessPoolExecutor(1, _SPAWNING, _begin, (dict(variables), barrier))
+def _process(
+    variables: Mapping[str, str], barrier: Any = None, processes: int = 1
+) -> ProcessPoolExecutor:
+    """One process, or more, which start with the first functions that are submitted."""
+    return ProcessPoolExecutor(processes, _SPAWNING, _begin, (dict(variables), barrier))
 
 
 def _begin(variables: dict[str, str], barrier: Any) -> None:

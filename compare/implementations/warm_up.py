@@ -1,18 +1,31 @@
-"""Compiling many kernels at once, before any is timed: one compiler keeps only one core busy."""
+"""Compiling many kernels at once, before any is timed: one compiler keeps only one core busy.
+
+Threads share what they compiled, but wait for each other wherever compilers are written in Python,
+so a few keep all of them busy. Processes do not, and leave their work in the frameworks' caches.
+"""
 
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from compare.common.console import progress
+from compare.common.console import progress, say
+from compare.common.errors import one_line
+from compare.common.processes import on_each
 from compare.implementations.kernels import KernelCall, KernelImplementation
 from compare.workloads.arrays import blank_arguments
 from compare.workloads.kernels import KernelInputs, KernelWorkload
 
-_MOST_THREADS = 12
+_MOST_THREADS, _MOST_PROCESSES = 12, 16
+_PROGRAMS = "jax_compilation_cache_dir"
+_KEPT_AFTER = "jax_persistent_cache_min_compile_time_secs"
+# Of processes that share a GPU, and compile many programs each.
+_SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 # An implementation, and the workload that it is to be ready for.
 Job = tuple[KernelImplementation, KernelWorkload]
@@ -29,6 +42,54 @@ def warm_up(jobs: Sequence[Job], description: str) -> list[KernelImplementation]
         ready = [_ready(*job) for job in jobs[:1]]
         waiting = [pool.submit(_ready, *job) for job in jobs[1:]]
         return ready + [future.result() for future in progress(waiting, description)]
+
+
+@contextmanager
+def caches_filled(
+    workloads: Sequence[KernelWorkload],
+    implementations: Callable[[KernelWorkload], Sequence[KernelImplementation]],
+) -> Iterator[None]:
+    """Within the context, what these implementations compile for the workloads is in caches.
+
+    Triton's and Inductor's, which last, and one of JAX's programs, if the user keeps none. They are
+    filled by processes that make each first call on blank inputs. What fails there, whole processes
+    too, is left to be compiled, or to fail, here. Before JAX takes its share of the GPU's memory.
+
+    Args:
+        workloads: what on.
+        implementations: a function of a module, which processes can import.
+    """
+    import jax  # here, as threads and processes serve PyTorch alone, too
+
+    before = {name: getattr(jax.config, name) for name in (_PROGRAMS, _KEPT_AFTER)}
+    with tempfile.TemporaryDirectory() as directory:
+        used = {_PROGRAMS: before[_PROGRAMS] or directory, _KEPT_AFTER: 0}
+        variables = _SHARING | {name.upper(): str(value) for name, value in used.items()}
+        most = min(_MOST_PROCESSES, os.cpu_count() or 1)
+        done = on_each(workloads, most, _call_each, implementations, variables=variables)
+        try:
+            for _ in progress(workloads, "filling caches"):
+                next(done)
+        except BrokenProcessPool as error:
+            say(f"Not all caches are filled: {one_line(error)}")
+        try:
+            for name, value in used.items():
+                jax.config.update(name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+
+
+def _call_each(
+    workload: KernelWorkload,
+    implementations: Callable[[KernelWorkload], Sequence[KernelImplementation]],
+) -> None:
+    """In a process of its own: every implementation's first call, whatever comes of it."""
+    for implementation in implementations(workload):
+        _ready(implementation, workload)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # other processes want it, too
 
 
 def draw_inputs(workloads: Sequence[KernelWorkload]) -> list[KernelInputs]:

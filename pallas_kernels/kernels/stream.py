@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.checks import MAX_TILED_HEAD_DIM
 from pallas_kernels.kernels.softmax import Sums, reference_fits, visit_segment
 from pallas_kernels.kernels.tiles import (
     Embedding,
@@ -209,13 +210,15 @@ def attend_segments(
     return jax.lax.fori_loop(first_segment, last_segment + 1, attend, (none, none))
 
 
-def hoists(head_dim: int, dtype: jax.typing.DTypeLike) -> bool:
+def hoists(head_dim: int, dtype: jax.typing.DTypeLike, columns: int | None) -> bool:
     """Whether the compiler may move values out of the loop over segments.
 
-    There they stay alive through the loop over keys, in registers or in memory. Only wide heads and
-    fp32, short of registers in any case, run faster that way. No other kernel nests loops.
+    There they stay alive through the loop over keys, in registers or in memory. Only wide heads in
+    chunks or not as wide, and fp32, short of registers in any case, run faster that way. No other
+    kernel nests loops.
     """
-    return head_dim > 128 or dtype == jnp.float32
+    spare = head_dim <= MAX_TILED_HEAD_DIM or columns is not None
+    return (head_dim > 128 and spare) or dtype == jnp.float32
 
 
 def last_start_at(cu_seqlens_ref: Ref, token: Scalar, segments: int) -> Scalar:

@@ -37,6 +37,11 @@ Pair = tuple[jax.Array, jax.Array]
 # None, or one of these: what is done to a tile.
 Embedding = str | None
 ROPE, SINUSOIDAL, POSITIONS = EMBEDDINGS
+# Products of fp32 by several of fewer bits, see dot.
+_IN_PARTS = {
+    "tf32x3": jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+    "bf16x6": jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+}
 
 
 class Head(NamedTuple):
@@ -87,13 +92,14 @@ def dot(
 ) -> jax.Array:
     """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32.
 
-    precision "tf32x3": by three products on tensor cores, of parts that add up to 22 bits.
+    precision "tf32x3": by three products on tensor cores, of parts that add up to 22 bits;
+    "bf16x6": by six, of parts that add up to 24.
     """
     # Never None, which would be whatever the program around the call has products be.
     is_single = a.dtype == jnp.float32
     how = jax.lax.Precision.HIGHEST if is_single else jax.lax.Precision.DEFAULT
-    if precision == "tf32x3":
-        how = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    if is_single and precision != "ieee":
+        how = _IN_PARTS[precision]
     product = jnp.dot(a, b, precision=how, preferred_element_type=jnp.float32)
     return product if acc is None else acc + product
 
@@ -226,11 +232,10 @@ def store_partial(x_ref: Ref, pair: Scalar, split: Scalar, logits: jax.Array) ->
     plgpu.store(x_ref.at[pair, split], logits)
 
 
-def load_partials(x_ref: Ref, pair: Scalar, first: Scalar, count: int, first_row: Scalar,
-                  rows: int) -> jax.Array:  # fmt: skip
-    """Some rows of the tiles of so many splits, [count, rows, block]."""
-    where = pl.ds(first, count), pl.ds(first_row, rows), pl.ds(0, x_ref.shape[-1])
-    return plgpu.load(x_ref.at[(pair, *where)])
+def load_partial(x_ref: Ref, pair: Scalar, split: Scalar, first_row: Scalar,
+                 rows: int) -> jax.Array:  # fmt: skip
+    """Some rows [rows, block] of a tile that store_partial wrote."""
+    return plgpu.load(x_ref.at[pair, split, pl.ds(first_row, rows), pl.ds(0, x_ref.shape[-1])])
 
 
 def load_numbers(x_ref: Ref, head: Scalar, rows: Rows, other: float) -> jax.Array:

@@ -23,7 +23,7 @@ from pallas_kernels.kernels.tiles import (
     exp2,
     load_angles,
     load_columns,
-    load_partials,
+    load_partial,
     load_rotary,
     padding_bounds,
     rotary_dim_of,
@@ -196,11 +196,14 @@ def add_products(
 def added_partials(partial_ref: Ref, pair: Scalar, first_row: Scalar, rows: int) -> jax.Array:
     """The logits [rows, block] of some query rows, from those of all splits, in their order."""
     _, splits, _, block = partial_ref.shape
-    summed = 8 if splits % 8 == 0 else 1  # that are loaded at once
+    # So many are on their way at once. Each is a tile of its own: one of three axes would be spread
+    # over threads, which had to exchange what they add.
+    summed = splits if splits < 8 else 16 if splits % 16 == 0 else 8
 
     def add(i: Scalar, logits: jax.Array) -> jax.Array:
-        found = load_partials(partial_ref, pair, i * summed, summed, first_row, rows)
-        return logits + jnp.sum(found, axis=0)
+        for j in range(summed):
+            logits += load_partial(partial_ref, pair, i * summed + j, first_row, rows)
+        return logits
 
     return jax.lax.fori_loop(0, splits // summed, add, jnp.zeros((rows, block), jnp.float32))
 

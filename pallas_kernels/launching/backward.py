@@ -113,7 +113,7 @@ def _stream_gradients(
         "interpreted": interpret,
     }  # fmt: skip
     shape = v.dtype, head_dim, max_seqlen, tokens * heads
-    disable_licm = not hoists(head_dim, v.dtype)
+    disable_licm = not hoists(head_dim, v.dtype, None)
     gradient, numbers, last = (v.shape, v.dtype), (lse.shape, jnp.float32), (cos, sin, cu_seqlens)
 
     launch = find_launch("stream_backward_q", *shape)

@@ -56,9 +56,13 @@ _warp_specialized = jax.make_user_context(True)
 
 
 # Of wide heads: the longest segment whose logits one tile holds, and what every chunk's columns
-# divide. fp32 is multiplied as such ("ieee"), or by three products on tensor cores ("tf32x3").
+# divide.
 WIDE_LIMIT, WIDEST_CHUNK = 64, 128
-WIDE_FP32 = "ieee"
+# How fp32 is multiplied in short and in long segments of these, see `tiles.dot`: tensor cores would
+# save time where memory is not what is waited for.
+WIDE_FP32, LONG_WIDE_FP32 = "ieee", "ieee"
+# The most programs that share the columns of one; of segments of up to 32 tokens twice as many.
+_MOST_SPLITS = 32
 # A tensor-core product needs 16 columns.
 MIN_COLUMNS = 16
 
@@ -75,25 +79,38 @@ def head_split(head_dim: int) -> tuple[int, int]:
 
 
 def is_wide(head_dim: int) -> bool:
-    """Whether no tile holds a head, which is then read in chunks of columns."""
+    """Whether a head is read in chunks of columns, unless its launch says that a tile holds it."""
     return head_dim > MAX_TILED_HEAD_DIM
 
 
-def precision(dtype: DTypeLike) -> str:
+def precision(dtype: DTypeLike, max_seqlen: int) -> str:
     """How wide heads are multiplied, see `tiles.dot`."""
-    return WIDE_FP32 if dtype == jnp.float32 else "ieee"
+    if dtype != jnp.float32:
+        return "ieee"
+    return WIDE_FP32 if max_seqlen <= WIDE_LIMIT else LONG_WIDE_FP32
 
 
-def column_splits(pairs: int, head_dim: int, columns: int) -> int:
+def column_splits(pairs: int, head_dim: int, columns: int, block: int) -> int:
     """Programs that share the columns of one of so many (segment, head) pairs of wide heads.
 
     One, unless that left a quarter of the multiprocessors idle; then as many as there are chunks
-    for, until all are busy, and by eights, as so many partial logits are loaded at once.
+    for, until all are busy, and by eights, as so many partial logits are loaded at once. Not more
+    than take longer to add up than they save.
     """
     if pairs >= 0.75 * _MULTIPROCESSORS:
         return 1
-    splits = min(pl.cdiv(head_dim, columns), pl.cdiv(_MULTIPROCESSORS, max(pairs, 1)))
+    most = _MOST_SPLITS if block > 32 else 2 * _MOST_SPLITS
+    splits = min(pl.cdiv(head_dim, columns), pl.cdiv(_MULTIPROCESSORS, max(pairs, 1)), most)
     return splits if splits < 8 else splits // 8 * 8
+
+
+def out_splits(pairs: int, head_dim: int, columns: int, blocks: int) -> int:
+    """Programs that share the result's columns of so many blocks of query rows of each pair.
+
+    Each adds up the partial logits again, so they are to be half as many as multiprocessors.
+    """
+    splits = _MULTIPROCESSORS // 2 // max(pairs * blocks, 1)
+    return max(1, min(pl.cdiv(head_dim, columns), splits))
 
 
 def rotated_row(heads: int, head_dim: int, in_chunks: bool = False) -> int:

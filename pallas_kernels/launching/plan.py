@@ -26,6 +26,7 @@ from pallas_kernels.launching.choose import (
     invariant_limit,
     is_warp_specialized,
     is_wide,
+    out_splits,
     precision,
     rotated_row,
     rows_of,
@@ -255,7 +256,7 @@ def _attention(
     segments = cu_seqlens.shape[0] - 1
     max_seqlen, looked_up, shortest, shared = serving
     shape = v.dtype, head_dim, max_seqlen, looked_up or tokens * heads
-    products = "ieee" if interpret else precision(v.dtype)
+    products = "ieee" if interpret else precision(v.dtype, max_seqlen)
     if is_wide(head_dim) and max_seqlen <= window_limit(v.dtype, head_dim):
         return _wide_attention(
             read[:6], heads, parts, scale_log2, serving, fuse, interpret, embed, products
@@ -270,7 +271,7 @@ def _attention(
         online = is_online(v.dtype, head_dim, max_seqlen)
         blocks = {"online": online, "block_k": launch.block_k, "shortest": shortest}
         blocks |= {"columns": launch.columns, "precision": "ieee"}
-        if launch.columns is not None:
+        if launch.columns is not None:  # else a tile holds a wide head, too
             main, tail = launch.out_columns, 0
             programs *= pl.cdiv(head_dim, main)
             blocks["precision"] = products
@@ -283,7 +284,7 @@ def _attention(
     results = [((tokens, 1, heads, head_dim), v.dtype)]
     if keeps_lse:
         results.append(((heads, tokens), jnp.float32))
-    disable_licm = not hoists(head_dim, v.dtype)
+    disable_licm = not hoists(head_dim, v.dtype, launch.columns)
     written = (written[0][:, None], *written[1:]) if written else ()
     how = launch, interpret, read, disable_licm, written
     out, *lse = run_all(kernel, programs, results, *how)
@@ -310,20 +311,20 @@ def _wide_attention(
     shape = v.dtype, head_dim, serving.max_seqlen, serving.rows or tokens * heads
     launch = find_launch("wide", *shape)
     pairs, block = (cu_seqlens.shape[0] - 1) * heads, launch.block
-    splits = column_splits(pairs, head_dim, launch.columns)
+    splits = column_splits(pairs, head_dim, launch.columns, block)
     # Query rows of a program that adds up partial logits: few, as there are many to add.
     rows = block if splits == 1 else MIN_COLUMNS
-    out_splits = pl.cdiv(splits, block // rows)
+    shares = 1 if splits == 1 else out_splits(pairs, head_dim, launch.columns, block // rows)
     kernel = functools.partial(
         wide_kernel, parts=parts, heads=heads, scale_log2=scale_log2, columns=launch.columns,
         precision=products, embed_q=embed if fuse != "none" else None,
         embed_k=embed if fuse == "qk" else None, block=block, splits=splits,
-        out_splits=out_splits, out_rows=rows, interpreted=interpret,
+        out_splits=shares, out_rows=rows, interpreted=interpret,
     )  # fmt: skip
     how, partial = (launch, interpret), None
     if splits > 1:
         first, written = functools.partial(kernel, is_first=True), (pairs, splits, block, block)
         partial = run(first, pairs * splits, written, jnp.float32, *how, (*read, None))
-    last, programs = functools.partial(kernel, is_first=False), pairs * out_splits * (block // rows)
+    last, programs = functools.partial(kernel, is_first=False), pairs * shares * (block // rows)
     shape = tokens, 1, heads, head_dim
     return (run(last, programs, shape, v.dtype, *how, (*read, partial))[:, 0],)

@@ -51,8 +51,14 @@ SERIAL = {
 # Known, and no more than the table says, by version and kernel. At 96 columns the warp-specialized
 # kernel has 20 registers wait in memory outside of loops, by versions before 3.9. Of an odd number
 # of pairs, which are loaded element by element, the windows' kernels have up to 76. Of 128 columns
-# the sums of K's and V's gradients leave few registers: 18 wait, of which the loop loads one.
-WIDE = {("3.9.0", "hopper_backward_kv_kernel: sm_90, 128, bfloat16, max 9216")}
+# the sums of K's and V's gradients leave few registers: 18 wait, of which the loop loads one. Of
+# whole heads of 512 the result alone takes half of the registers: some wait, of which Triton 3.7
+# loads one again in the loop, and 3.9 three.
+WIDE = {
+    ("3.9.0", "hopper_backward_kv_kernel: sm_90, 128, bfloat16, max 9216"): 1,
+    ("3.7.1", "stream_kernel: sm_90, 512, bfloat16, max 9216"): 1,
+    ("3.9.0", "stream_kernel: sm_90, 512, bfloat16, max 9216"): 3,
+}
 _OF_WINDOWS = ("window_kernel", "window_backward_kernel")
 KNOWN = {
     *SERIAL,
@@ -72,6 +78,7 @@ KNOWN = {
         for v in ("3.6.0", "3.7.1")
         for variant in ("80, bfloat16, max 64, rotary 70", "120, bfloat16, max 64, rotary 90")
     ),
+    *((v, "stream_kernel: sm_90, 512, bfloat16, max 9216") for v in ("3.6.0", "3.7.1", "3.9.0")),
     ("3.7.1", "window_kernel: sm_90, 120, bfloat16, max 64, rotary 90"),
     ("3.7.1", "window_backward_kernel: sm_90, 128, bfloat16, max 128"),
     ("3.7.1", "stream_kernel: sm_100, 80, bfloat16, max 64, unaligned"),
@@ -105,7 +112,7 @@ def loop_limit(record: dict) -> int:
     """Loads and stores of spilled registers in loops that multiply."""
     if is_serial(record):
         return 3
-    return int((triton.__version__, table_key(record)) in WIDE)
+    return WIDE.get((triton.__version__, table_key(record)), 0)
 
 
 @pytest.fixture(scope="module")
@@ -152,15 +159,15 @@ def test_products_do_not_wait_for_each_other(compiled):
     assert [r for r in compiled if r["serial_loops"] and not is_serial(r)] == []
 
 
-def test_what_starts_before_the_rotation_has_ended_waits_for_it(compiled):
-    """And nothing else knows of that, but the rotation, which lets it start."""
+def test_what_starts_before_the_launch_in_front_has_ended_waits_for_it(compiled):
+    """And nothing else knows of that, but a rotation or the first of two, which let it start."""
     early = [record for record in compiled if record["starts_early"]]
     assert early
     assert all(record["waits"] for record in early)
     for record in compiled:
-        hopper = record["arch"] == 90
+        lets = record["kernel"] == "rotate_kernel" or record["is_first"]
         assert record["waits"] == record["starts_early"]
-        assert record["lets_next_start"] == (hopper and record["kernel"] == "rotate_kernel")
+        assert record["lets_next_start"] == (record["arch"] == 90 and lets)
 
 
 def test_all_loads_of_a_tower_s_window_are_in_flight_at_once(compiled):

@@ -8,6 +8,7 @@ the grid needs no bound on a segment's length, and long and short segments share
 import triton
 import triton.language as tl
 
+from triton_kernels.checks import MAX_TILED_HEAD_DIM
 from triton_kernels.kernels.softmax import reference_fits, visit_segment
 from triton_kernels.kernels.tiles import (
     angles_from,
@@ -22,6 +23,9 @@ from triton_kernels.kernels.tiles import (
     segment_bounds,
     store_columns,
 )
+
+# Columns of the widest heads whose rotated rows hold the tiles of all heads, see rotated_row.
+WIDEST_IN_ROWS = tl.constexpr(MAX_TILED_HEAD_DIM)
 
 # Sizes and strides vary from call to call: one binary serves all.
 NUMBERS = (
@@ -97,6 +101,13 @@ def stream_kernel(
     if lse_ptr is not None:
         lse_ptr += head.to(tl.int64) * tokens + first
 
+    # Rows of wide heads that were embedded before have strides for heads, as the caller's have; of
+    # others a head's place is among all in a row.
+    HAVE_STRIDES: tl.constexpr = HEAD_DIM > WIDEST_IN_ROWS
+    Q_PLACES: tl.constexpr = 1 if HAVE_STRIDES else HEADS
+    K_PLACES: tl.constexpr = 1 if HAVE_STRIDES else K_HEADS
+    q_place = 0 if HAVE_STRIDES else head
+
     mask = token < block_end
     q_cos_ptr, q_sin_ptr = angles_from(cos_ptr, sin_ptr, first * angle_stride, EMBED_Q)
     if COLUMNS is not None:
@@ -107,7 +118,7 @@ def stream_kernel(
             q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, 0, MAIN, ROTARY_DIM, EMBED_Q
         )
         q = load_rotary(
-            q_ptr, q_stride, rows, mask, head, 0, MAIN, HEADS, HEAD_DIM, ROTARY_DIM, EMBED_Q
+            q_ptr, q_stride, rows, mask, q_place, 0, MAIN, Q_PLACES, HEAD_DIM, ROTARY_DIM, EMBED_Q
         )
         inverse = load_inverse_rms(
             q_ptr, q_stride, rows, mask, Q_EPS, MAIN, TAIL, HEAD_DIM, ROTARY_DIM
@@ -120,8 +131,9 @@ def stream_kernel(
                 q_cos_ptr, q_sin_ptr, angle_stride, rows, mask, MAIN, TAIL, ROTARY_DIM, EMBED_Q
             )
             q_tail = load_rotary(
-                q_ptr, q_stride, rows, mask, head, MAIN, TAIL, HEADS, HEAD_DIM, ROTARY_DIM, EMBED_Q
-            )
+                q_ptr, q_stride, rows, mask, q_place, MAIN, TAIL, Q_PLACES, HEAD_DIM, ROTARY_DIM,
+                EMBED_Q,
+            )  # fmt: skip
             q_tail = normalized(q_tail, inverse, q_norm_ptr, MAIN, TAIL, HEAD_DIM, ROTARY_DIM)
             q_tail = embedded_tile(q_tail, cos, sin, EMBED_Q, dtype)  # [BLOCK, TAIL]
         if EMBED_Q is not None and BLOCK >= 64:
@@ -140,6 +152,7 @@ def stream_kernel(
     k_head = head if K_HEADS == HEADS else head // (HEADS // K_HEADS)
     k_ptr += k_head.to(tl.int64) * k_head_stride * UNIT
     v_ptr += k_head.to(tl.int64) * v_head_stride * UNIT
+    k_place = 0 if HAVE_STRIDES else k_head
     # A row of 72 columns of 16 bits is 144 bytes: every second head's begin within a sector. There
     # the tiles of V, and so of the result, begin as many columns earlier as the sector does.
     v_shift = None
@@ -150,9 +163,9 @@ def stream_kernel(
     covered, misfits = attend_segments(
         k_ptr, v_ptr, out_ptr, lse_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
         k_stride, v_stride, angle_stride, out_stride, v_shift,
-        first_segment, last_segment, block_start, token < block_end, q, q_tail, k_head,
+        first_segment, last_segment, block_start, token < block_end, q, q_tail, k_place,
         first_column, END, COLUMNS, EMBED_Q, PRECISION,
-        K_HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K, BLOCK_K, ONLINE, SHORTEST,
+        K_PLACES, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K, BLOCK_K, ONLINE, SHORTEST,
     )  # fmt: skip
     if not ONLINE:
         # Rows that their reference does not fit, again. If there are none, for no segment: within a
@@ -162,8 +175,8 @@ def stream_kernel(
             k_ptr, v_ptr, out_ptr, lse_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, tokens, scale_log2,
             k_stride, v_stride, angle_stride, out_stride, v_shift,
             first_segment, tl.where(are_misfits, last_segment, -1), block_start, misfits,
-            q, q_tail, k_head, first_column, END, COLUMNS, EMBED_Q, PRECISION,
-            K_HEADS, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K, BLOCK_K, True, SHORTEST,
+            q, q_tail, k_place, first_column, END, COLUMNS, EMBED_Q, PRECISION,
+            K_PLACES, HEAD_DIM, ROTARY_DIM, MAIN, TAIL, EMBED_K, BLOCK_K, True, SHORTEST,
         )  # fmt: skip
 
     # Tokens of no segment.
@@ -210,8 +223,10 @@ def attend_segments(
     covered = tl.zeros([BLOCK], tl.int1)
     misfits = tl.zeros([BLOCK], tl.int1)
     # What is moved out of this loop stays alive through the loop over keys, in registers or in
-    # memory. Only wide heads and fp32, short of registers in any case, run faster that way.
-    HOIST: tl.constexpr = HEAD_DIM > 128 or dtype == tl.float32
+    # memory. Only wide heads in chunks or not as wide, and fp32, short of registers in any case,
+    # run faster that way.
+    SPARE: tl.constexpr = HEAD_DIM <= WIDEST_IN_ROWS or COLUMNS is not None
+    HOIST: tl.constexpr = (HEAD_DIM > 128 and SPARE) or dtype == tl.float32
     for segment in tl.range(first_segment, last_segment + 1, disable_licm=not HOIST):
         start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
         keys = tl.where(end > block_start, end - start, 0)  # 0: only padding follows it

@@ -36,7 +36,8 @@ IEEE = tl.constexpr("ieee")
 def dot(a, b, acc=None, PRECISION: tl.constexpr = IEEE):
     """acc + a b, summed in fp32; fp32 operands are multiplied as such, never as tf32.
 
-    PRECISION "tf32x3": by three products on tensor cores, of parts that add up to 22 bits.
+    PRECISION "tf32x3": by three products on tensor cores, of parts that add up to 22 bits;
+    "bf16x6": by six, of parts that add up to 24.
     """
     if INTERPRETED:
         a = a.to(tl.float32)

@@ -8,6 +8,7 @@ first launch writes the logits of each one's columns, and a second adds them up 
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from triton_kernels.kernels.tiles import (
     angles_from,
@@ -53,10 +54,13 @@ def wide_kernel(
     # programs that share a segment and head's columns, in the first launch and in the last; query
     # rows of a program in the last
     SPLITS: tl.constexpr, OUT_SPLITS: tl.constexpr, ROWS: tl.constexpr,
-    # the first of two launches, which writes partial logits
-    IS_FIRST: tl.constexpr,
+    # the first of two launches, which writes partial logits; the second may start while it runs,
+    # and then waits for it where it reads these
+    IS_FIRST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs for each (segment, head); heads run faster, so neighbours share cache lines."""
+    if OVERLAP and IS_FIRST:
+        gdc_launch_dependents()
     # Written out, the factors tell the compiler that it may load 16 bytes at a time.
     UNIT: tl.constexpr = 8 if ALIGNED else 1
     q_stride, k_stride, v_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT
@@ -102,6 +106,8 @@ def wide_kernel(
             place = rows[:, None] * BLOCK + rows[None, :]
             tl.store(partial_ptr + share * (BLOCK * BLOCK) + place, logits)
     else:
+        if OVERLAP:
+            gdc_wait()
         logits = added_partials(partial_ptr, block * ROWS, SPLITS, ROWS, BLOCK)
 
     if not IS_FIRST:
@@ -191,11 +197,12 @@ def added_partials(partial_ptr, first_row, SPLITS: tl.constexpr, ROWS: tl.conste
     row = first_row + tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     logits = tl.zeros([ROWS, BLOCK], tl.float32)
-    SUMMED: tl.constexpr = 8 if SPLITS % 8 == 0 else 1  # that are loaded at once
-    for i in range(0, SPLITS, SUMMED):
-        split = i + tl.arange(0, SUMMED)[:, None, None]
-        found = tl.load(partial_ptr + split * (BLOCK * BLOCK) + place[None, :, :])
-        logits += tl.sum(found, 0)
+    # So many are on their way at once. Each is a tile of its own: one of three axes would be spread
+    # over threads, which had to exchange what they add.
+    SUMMED: tl.constexpr = SPLITS if SPLITS < 8 else 16 if SPLITS % 16 == 0 else 8
+    for split in range(0, SPLITS, SUMMED):
+        for i in tl.static_range(SUMMED):
+            logits += tl.load(partial_ptr + (split + i) * (BLOCK * BLOCK) + place)
     return logits
 
 

@@ -32,6 +32,7 @@ from triton_kernels.launching.choose import (
     invariant_limit,
     is_warp_specialized,
     is_wide,
+    out_splits,
     precision,
     rotated_row,
     window_limit,
@@ -381,8 +382,11 @@ def _attention(
         launch = find_launch(name, *shape, source, aligned)
         programs = triton.cdiv(tokens, launch.block) * heads
         chunked = None, "ieee"
-        if launch.columns is not None:
-            split, chunked = (launch.out_columns, 0), (launch.columns, precision(x.dtype))
+        if launch.columns is not None:  # else a tile holds a wide head, too
+            split, chunked = (
+                (launch.out_columns, 0),
+                (launch.columns, precision(x.dtype, max_seqlen)),
+            )
             programs *= triton.cdiv(head_dim, launch.out_columns)
         online = is_online(x.dtype, head_dim, max_seqlen)
         kernel, split = stream_kernel, (*split, *chunked)
@@ -414,25 +418,27 @@ def _wide_attention(
         "wide", x.dtype, head_dim, serving.max_seqlen, serving.rows or tokens * heads, source
     )
     pairs, block, embed = segments * heads, launch.block, serving.embed
-    splits = column_splits(pairs, head_dim, launch.columns)
+    splits = column_splits(pairs, head_dim, launch.columns, block)
     # Query rows of a program that adds up partial logits: few, as there are many to add.
     rows = block if splits == 1 else MIN_COLUMNS
-    out_splits = triton.cdiv(splits, block // rows)
+    shares = 1 if splits == 1 else out_splits(pairs, head_dim, launch.columns, block // rows)
+    overlap = splits > 1 and can_warp_specialize(source)
     numbers = tokens, segments, scale * LOG2_E, *strides
     constants = (
         heads, head_dim, rotary_dim_of(cos, head_dim), launch.columns, True, angle_unit, k_heads,
-        embed if fuse != "none" else None, embed if fuse == "qk" else None, precision(x.dtype),
-        block, splits, out_splits, rows,
+        embed if fuse != "none" else None, embed if fuse == "qk" else None,
+        precision(x.dtype, serving.max_seqlen), block, splits, shares, rows,
     )  # fmt: skip
 
     def call(programs: int, is_first: bool) -> Call:
-        how = launch, numbers, (*constants, is_first), x, True, splits > 1
+        how = launch, numbers, (*constants, is_first, overlap), x, True, splits > 1
         return make_call(wide_kernel, pairs * programs, *how)
 
     partials = None
     if splits > 1:
         partials = Partials(call(splits, True), (pairs, splits, block, block))
-    return partials, call(out_splits * (block // rows), False)
+    last = call(shares * (block // rows), False)
+    return partials, last._replace(overlap=overlap)
 
 
 def head_tiles(

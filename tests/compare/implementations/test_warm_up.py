@@ -1,14 +1,19 @@
-"""First calls, made in threads before anything is timed."""
+"""First calls, made in threads, and in processes for the caches, before anything is timed."""
 
+import os
+import pickle
 import threading
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("jax")
 
+from compare.bench.embeddings import all_implementations
+from compare.implementations import warm_up as module
 from compare.implementations.kernels import KernelImplementation
-from compare.implementations.warm_up import draw_inputs, warm_up
+from compare.implementations.warm_up import caches_filled, draw_inputs, warm_up
 from compare.workloads.arrays import blank_arguments, jax_arguments, torch_arguments
 from compare.workloads.kernels import KernelWorkload
 
@@ -68,3 +73,47 @@ def test_inputs_are_those_of_each_workload():
     drawn = draw_inputs([TINY, other])
     assert [inputs.qkv.shape[0] for inputs in drawn] == [24, 4]
     assert (drawn[0].qkv == TINY.inputs().qkv).all()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_processes_fill_the_caches_that_are_used(monkeypatch, tmp_path, capsys, kept, dies):
+    """By each implementation's first call on each workload; here without processes."""
+    import jax
+
+    called, compiled = [], jax.config.jax_compilation_cache_dir
+
+    def on_each(items, most, function, *arguments, variables):
+        assert 1 <= most <= 16
+        assert variables["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+        directories.append(variables["JAX_COMPILATION_CACHE_DIR"])
+        assert pickle.loads(pickle.dumps((items, function, all_implementations)))[0] == items
+        for item in items:
+            yield function(item, *arguments)
+            if dies:
+                raise BrokenProcessPool("a process died")
+
+    def implementations(workload):
+        def prepare(given):
+            called.append(given)
+            if len(called) == 1:
+                raise RuntimeError("needs a GPU")
+            return lambda qkv, *_: qkv[:, 0]
+
+        return [KernelImplementation(name, "torch", prepare) for name in ("one", "two")]
+
+    directories: list[str] = []
+    monkeypatch.setattr(module, "on_each", on_each)
+    if kept:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        with caches_filled([TINY, replace(TINY, heads=1)], implementations):
+            assert jax.config.jax_compilation_cache_dir == directories[0]
+            assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+            assert (directories[0] == str(tmp_path)) is kept
+        assert jax.config.jax_compilation_cache_dir == (str(tmp_path) if kept else compiled)
+        assert os.path.exists(directories[0]) is kept
+    finally:
+        jax.config.update("jax_compilation_cache_dir", compiled)
+    assert [workload.heads for workload in called] == [2, 2] if dies else [2, 2, 1, 1]
+    assert ("Not all caches are filled" in capsys.readouterr().out) is dies

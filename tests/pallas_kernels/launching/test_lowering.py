@@ -37,15 +37,17 @@ def gpu(request, monkeypatch):
     jax.clear_caches()  # a machine's GPU never changes: nothing is traced anew for another
 
 
+H200 = Gpu("NVIDIA H200", "9.0")
+
+
 def on_each_gpu(names, calls):
     """Run a test by the default's launches, and by those of the GPU that is in the table.
 
-    names: of the arguments, the first of which are dtype and head_dim. For fp32 and for wide heads
-    the table has no launches of that GPU: it takes the default's.
+    names: of the arguments, the first of which are dtype and head_dim. For fp32 and for most wide
+    heads the table has no launches of that GPU: it takes the default's.
     """
-    h200 = Gpu("NVIDIA H200", "9.0")
     own = [call for call in calls if call[0] != jnp.float32 and call[1] <= 128]
-    cases = [*((None, *call) for call in calls), *((h200, *call) for call in own)]
+    cases = [*((None, *call) for call in calls), *((H200, *call) for call in own)]
     return pytest.mark.parametrize(("gpu", *names), cases, indirect=["gpu"])
 
 
@@ -101,15 +103,17 @@ def test_every_head_dim(head_dim):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "max_seqlen", "fuse", "count"),
+    ("gpu", "head_dim", "dtype", "max_seqlen", "fuse", "count"),
     [
-        (512, jnp.float32, 64, "qk", 2),  # of partial logits, and of the result
-        (520, jnp.bfloat16, WINDOW, "none", 3),
-        (16384, jnp.float32, STREAM, "qk", 1),
-        (264, jnp.float16, STREAM, "none", 2),
+        (None, 512, jnp.float32, 64, "qk", 2),  # of partial logits, and of the result
+        (None, 520, jnp.bfloat16, WINDOW, "none", 3),
+        (None, 16384, jnp.float32, STREAM, "qk", 1),
+        (None, 264, jnp.float16, STREAM, "none", 2),
+        (H200, 512, jnp.bfloat16, STREAM, "none", 2),  # the whole head in a tile
     ],
+    indirect=["gpu"],
 )
-def test_wide_heads(head_dim, dtype, max_seqlen, fuse, count):
+def test_wide_heads(gpu, head_dim, dtype, max_seqlen, fuse, count):
     options = {"heads": 1, "max_seqlen": max_seqlen, "fuse": fuse}
     assert kernels(lower(head_dim, dtype=dtype, **options)) == count
 
