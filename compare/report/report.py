@@ -360,7 +360,7 @@ def _read_part(folder: Path, part: str) -> Results | None:
 
 
 def _weight(parts: _Parts) -> tuple[int, str]:
-    """Of a device: how many timings there are of what is shown first, and its newest file's date."""
+    """Of a device: how many timings there are of what is shown first, and its newest date."""
     counted = (parts[part] for part in ("kernels", "towers") if part in parts)
     records = (record for measured in counted for record in measured.records)
     timings = sum(record["median_us"] is not None for record in records)
