@@ -106,6 +106,9 @@ def pytest_runtest_setup(item):
 
 def pytest_runtest_teardown():
     maps.give_back_now_and_then()
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_available() and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()  # which other processes want
 
 
 @pytest.fixture

@@ -2,8 +2,9 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -94,7 +95,7 @@ ON_CPU = Sizes(
 
 
 def draw(
-    lengths: np.ndarray | list[int],
+    lengths: np.ndarray | Sequence[int],
     head_dim: int,
     dtype: str = "bfloat16",
     *,
@@ -122,6 +123,14 @@ def draw(
     row = (first + np.arange(tokens)) % max(rows, 1)
     arrays = (x[row] for x in _rows(rows, heads, head_dim, dtype, seed))
     return KernelInputs(*arrays, cu_seqlens, int(np.max(lengths, initial=0)))
+
+
+def draw_for(
+    route: Route, sizes: Sizes, lengths: Sequence[int] | None = None, **options: Any
+) -> KernelInputs:
+    """Inputs of a route's heads and segments, or of others; options as of `draw`."""
+    lengths = route.lengths if lengths is None else lengths
+    return draw(lengths, route.head_dim or sizes.head_dim, heads=route.heads, **options)
 
 
 @functools.lru_cache(maxsize=4)

@@ -7,7 +7,6 @@ Each case is judged right after calls of its own, so that it counts for the kern
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from compare.stress.inputs import (
     Sizes,
     contested,
     draw,
+    draw_for,
     hostile_cu_seqlens,
     refusable,
 )
@@ -43,7 +43,7 @@ def hostile(subject: Subject, sizes: Sizes) -> Findings:
     rng = np.random.default_rng(0)
     drawn = []
     for route in sizes.routes:
-        inputs = _draw(route, sizes, padding=_PADDING)
+        inputs = draw_for(route, sizes, padding=_PADDING)
         largest = np.abs(inputs.qkv[:, 2].astype(np.float32)).max()
         limit = float(largest) * (1 + 2**-7)  # a mean, rounded to bf16
         drawn.append((route, inputs, subject.put(inputs), limit))
@@ -71,7 +71,7 @@ def hostile(subject: Subject, sizes: Sizes) -> Findings:
 def poison(subject: Subject, sizes: Sizes) -> Findings:
     """NaN or infinity in one segment, or in padding, changes no bit of any other segment."""
     for route in sizes.routes:
-        inputs = _draw(route, sizes, padding=_PADDING)
+        inputs = draw_for(route, sizes, padding=_PADDING)
         end, tokens = int(inputs.cu_seqlens[-1]), len(inputs.qkv)
         places = [*itertools.pairwise(inputs.cu_seqlens.tolist()), (end, tokens)]
         places = [(first, last) for first, last in places if first < last]
@@ -119,7 +119,7 @@ def huge(subject: Subject, sizes: Sizes) -> Findings:
 def determinism(subject: Subject, sizes: Sizes) -> Findings:
     """The same call gives the same bits every time."""
     for dtype, route in itertools.product(DTYPES, sizes.routes):
-        inputs = _draw(route, sizes, dtype=dtype, padding=_PADDING)
+        inputs = draw_for(route, sizes, dtype=dtype, padding=_PADDING)
         arguments = subject.put(inputs)
         for fuse in sizes.fuse:
             first = subject.attend(arguments, route.max_seqlen, fuse=fuse)
@@ -135,10 +135,10 @@ def place(subject: Subject, sizes: Sizes) -> Findings:
     for dtype, route, length in itertools.product(DTYPES, sizes.routes, sizes.lengths):
         if length > route.max_seqlen:
             continue
-        moved = _draw(route, sizes, [length], dtype=dtype)
+        moved = draw_for(route, sizes, [length], dtype=dtype)
         before: dict[tuple[str, int], tuple[int, torch.Tensor]] = {}
         for start in sizes.starts:
-            around = _draw(route, sizes, [tokens], dtype=dtype, seed=1, first=start)
+            around = draw_for(route, sizes, [tokens], dtype=dtype, seed=1, first=start)
             arguments = subject.put(_among(around, moved, start, route))
             for fuse in sizes.fuse:
                 found = subject.attend(arguments, route.max_seqlen, fuse=fuse)
@@ -158,14 +158,14 @@ def invariance(subject: Subject, sizes: Sizes) -> Findings:
     of_shape = itertools.groupby(sorted(sizes.routes, key=_shape), key=_shape)
     groups = [list(routes) for _, routes in of_shape]
     for dtype, routes, length in itertools.product(DTYPES, groups, sizes.lengths):
-        moved = _draw(routes[0], sizes, [length], dtype=dtype)
+        moved = draw_for(routes[0], sizes, [length], dtype=dtype)
         before: dict[str, tuple[str, torch.Tensor]] = {}
         for start, (times, route) in zip(sizes.starts, itertools.cycle(enumerate(routes, 1))):
             if length > route.max_seqlen:
                 continue
             rows = times * tokens if start else max(sizes.lengths)
             shape = {"dtype": dtype, "seed": 1, "distinct": _DISTINCT, "first": start}
-            around = _draw(route, sizes, [rows], **shape)
+            around = draw_for(route, sizes, [rows], **shape)
             arguments = subject.put(_among(around, moved, start, route))
             for fuse in sizes.fuse:
                 options = {"fuse": fuse, "batch_invariant": True}
@@ -184,7 +184,7 @@ def numerics(subject: Subject, sizes: Sizes) -> Findings:
     """Large, equal and one-sided logits, fp16 near its largest: as accurate as unfused, no NaN."""
     routes = itertools.product(EXTREMES.items(), DTYPES, sizes.routes)
     for (name, make), dtype, route in routes:
-        inputs = make(_draw(route, sizes, dtype=dtype, padding=_PADDING))
+        inputs = make(draw_for(route, sizes, dtype=dtype, padding=_PADDING))
         arguments, exact = subject.put(inputs), oracle(inputs)
         unfused_error = relative_rms_error(unfused(inputs), exact)
         # An error below a rounding of the result counts as none: unfused may have none by chance.
@@ -201,10 +201,10 @@ def gradients(subject: Subject, sizes: Sizes) -> Findings:
     rng = np.random.default_rng(0)
     for dtype, route in itertools.product(DTYPES, sizes.routes):
         shape = {"dtype": dtype, "padding": _PADDING}
-        inputs = _draw(route, sizes, **shape)
+        inputs = draw_for(route, sizes, **shape)
         # Of the result's shape, with no gradient in the segment that is spoilt.
         first, tokens, end = int(inputs.cu_seqlens[1]), len(inputs.qkv), int(inputs.cu_seqlens[-1])
-        grads = _draw(route, sizes, **shape, seed=1)
+        grads = draw_for(route, sizes, **shape, seed=1)
         grads.qkv[:first] = 0
         grad = subject.put(grads)[0][:, 0]
         told = f"{dtype}, {_told(route, 'auto')}"
@@ -266,14 +266,6 @@ def _among(around: KernelInputs, moved: KernelInputs, start: int, route: Route) 
     behind = np.minimum(start + length + step * np.arange(14), tokens if start else length)
     cu_seqlens = np.concatenate([front, behind]).astype(np.int32)
     return replace(around, cu_seqlens=cu_seqlens)
-
-
-def _draw(
-    route: Route, sizes: Sizes, lengths: Sequence[int] | None = None, **options: Any
-) -> KernelInputs:
-    """Inputs of a route's shape, of its segments or of others."""
-    lengths = route.lengths if lengths is None else lengths
-    return draw(lengths, route.head_dim or sizes.head_dim, heads=route.heads, **options)
 
 
 def _shape(route: Route) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import pallas_kernels
-from compare.stress.inputs import ON_GPU, draw
+from compare.stress.inputs import ON_GPU, draw_for
 from compare.stress.launched import WARP_SPECIALIZED, in_jax
 from pallas_kernels.launching import choose, devices, plan
 from pallas_kernels.launching.compile import HAVE_MOSAIC, compiling_by
@@ -173,7 +173,7 @@ def test_stress_calls_reach_what_they_mean(on, route, fuse):
         pallas_kernels.fused_rope_attention_qkvpacked,
         max_seqlen=route.max_seqlen, fuse=fuse, implementation="kernel",
     )  # fmt: skip
-    inputs = draw(route.lengths, ON_GPU, heads=route.heads)
+    inputs = draw_for(route, ON_GPU)
     arrays = inputs.qkv, inputs.cos, inputs.sin, inputs.cu_seqlens
     reached = in_jax(jax.jit(call).trace(*map(jnp.asarray, arrays)).jaxpr, interpreted=False)
     rotated = {"rotate"} if fuse != "qk" else set()
