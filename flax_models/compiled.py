@@ -152,16 +152,16 @@ def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
 @functools.lru_cache(maxsize=32)
 def _of_structure(*of_what: Any) -> Jitted:
     """The jitted function of parameters' values, one for all modules of a structure."""
-    return Jitted(of_values(*of_what))
+    return Jitted(taking_values(*of_what))
 
 
-def of_values(
+def taking_values(
     function: Callable[..., Any], structure: jax.tree_util.PyTreeDef, places: tuple[Place, ...]
 ) -> Callable[..., Any]:
     """The function that takes a module as an array of what is packed and a list of the others."""
 
-    def call(others: list[Any], packed: jax.Array | None, *arguments: Any) -> Any:
+    def of_values(others: list[Any], packed: jax.Array | None, *arguments: Any) -> Any:
         values = others if packed is None else unpack(places, packed, others)
         return function(jax.tree.unflatten(structure, values), *arguments)
 
-    return functools.update_wrapper(call, function, assigned=("__name__", "__qualname__"))
+    return of_values

@@ -53,7 +53,7 @@ def tower_program(name: str, side: int, depth: int) -> str:
     from flax import nnx
 
     from flax_models import VisionConfig, VisionTower, choose_bucket, gated_product, plan_layout
-    from flax_models.compiled import COMPILER_OPTIONS, of_values
+    from flax_models.compiled import COMPILER_OPTIONS, taking_values
     from flax_models.packed import small_places
     from flax_models.tower import _encode
     from pallas_kernels.launching.compile import compiling_by
@@ -74,7 +74,7 @@ def tower_program(name: str, side: int, depth: int) -> str:
     length, small = sum(place.length for place in places), {place.index for place in places}
     packed = jax.ShapeDtypeStruct((length,), jnp.float32)
     others = [value for index, value in enumerate(values) if index not in small]
-    run = jax.jit(of_values(_encode, structure, places), compiler_options=COMPILER_OPTIONS)
+    run = jax.jit(taking_values(_encode, structure, places), compiler_options=COMPILER_OPTIONS)
     enough = len(layout.window_order) >= gated_product._FEWEST_TOKENS
     one_kernel = gated_product.HAVE_MOSAIC and enough  # as where there is an H200
     faster = mock.patch.object(gated_product, "_is_faster", return_value=one_kernel)
