@@ -212,10 +212,17 @@ def test_programs_that_share_a_wide_head(launch):
     """As many as keep the GPU busy; where segments and heads do, one."""
     splits = launch.column_splits
     assert [splits(n, 512, 64, 64) for n in (1, 99, 128)] == [8, 1, 1]
-    assert [splits(n, 16384, 64, 64) for n in (1, 4, 64)] == [32, 32, 3]
+    assert [splits(n, 16384, 64, 64) for n in (1, 4, 5, 64)] == [32, 32, 24, 3]
     assert splits(1, 16384, 64, 16) == 64
     shares = launch.out_splits
     assert [shares(n, 512, 64, 4) for n in (0, 1, 4, 64)] == [8, 8, 4, 1]
+
+
+def test_waves_that_are_just_full_are(launch, monkeypatch):
+    monkeypatch.setattr(launch, "_MULTIPROCESSORS", 4)
+    blocks = [3 * 128, 3 * 128 + 1, 7 * 128, 4 * 128 + 1]
+    assert [launch._fills_waves(0.75, tokens, 1) for tokens in blocks] == [True, True, True, False]
+    assert not launch._fills_waves(0.75, 2 * 128, 1)
 
 
 def test_rows_are_for_different_shapes(table):

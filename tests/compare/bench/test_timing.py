@@ -1,3 +1,4 @@
+import itertools
 import types
 import weakref
 
@@ -15,6 +16,15 @@ def test_median_and_spread():
     assert timing.median_us == 12
     assert timing.spread_us == pytest.approx(65.2 - 10.4)
     assert Timing.of([5.0]) == Timing(5.0, None, 1)
+
+
+def test_the_hosts_time_is_of_one_call(monkeypatch):
+    clock = itertools.count()  # a second passes from one look to the next
+    monkeypatch.setattr(timing_module.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timer = object.__new__(GraphTimer)
+    timer.call, timer._sets, timer.sets = (lambda: None), [()] * 4, 4
+    assert timer.host_us() == 250e3
 
 
 def test_wall_time_waits_for_every_call():
