@@ -72,9 +72,10 @@ _warp_specialized = ContextVar("warp_specialized", default=True)
 # divide.
 WIDE_LIMIT, WIDEST_CHUNK = 64, 128
 # How fp32 is multiplied in short and in long segments of these, see `tiles.dot`: tensor cores would
-# save time where memory is not what is waited for.
+# save time where memory is not what is waited for, but their error is not tested.
 WIDE_FP32, LONG_WIDE_FP32 = "ieee", "ieee"
-# The most programs that share the columns of one; of segments of up to 32 tokens twice as many.
+# The most programs that share the columns of one; of segments of up to 32 tokens twice as many. By
+# arithmetic, not measured yet.
 _MOST_SPLITS = 32
 # A tensor-core product needs 16 columns.
 MIN_COLUMNS = 16
