@@ -129,6 +129,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="most time for the calls of each tower from many threads (default: %(default)g)",
     )
+    stress.add_argument(
+        "--check",
+        action="append",
+        metavar="NAME",
+        help="this one only, or those that match a pattern; may be given several times. Those that "
+        "the result file holds of others stay",
+    )
     report = subparsers.add_parser("report", help="tables and charts from the result files")
     report.set_defaults(run=commands.run_report)
     _add_results(report)

@@ -215,12 +215,18 @@ def run_scale(options: Namespace) -> int:
 def run_stress(options: Namespace) -> int:
     """Put kernels and towers under stress."""
     path = _result_path("stress", options)
-    from compare.stress.checks import check_stress
+    from compare.stress.checks import CHECKS, SERVER, check_stress
 
-    # Most of a check's time on a GPU goes into compiling.
-    cores = os.cpu_count() or 1
-    checked = check_stress(options.seconds, processes=cores if environment.has_gpu() else 1)
-    records = _written("stress", path, ([record] for record in checked))
+    known = {check.name: check for check in CHECKS} | {SERVER: None}
+    chosen = choose(known, options.check, "check")
+    checked = check_stress(
+        options.seconds,
+        checks=[check for check in chosen if check],
+        towers=None if None in chosen else [],
+        # Most of a check's time on a GPU goes into compiling.
+        processes=(os.cpu_count() or 1) if environment.has_gpu() else 1,
+    )
+    records = _written("stress", path, ([record] for record in checked), update=bool(options.check))
     if failed := sum(not record.passed for record in records):
         say(f"Stress found something in {failed} of {len(records)} checks: see the table.")
         return DISAGREES

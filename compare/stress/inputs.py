@@ -179,16 +179,19 @@ def refusable(cu_seqlens: np.ndarray, tokens: int, max_seqlen: int) -> np.ndarra
 
 
 def contested(cu_seqlens: np.ndarray, tokens: int) -> np.ndarray:
-    """Mask [tokens] of the rows of segments that share rows with others, as values decrease.
+    """Mask [tokens] of the rows between values that decrease, which may be anything, and of the
+    segments that they lie in.
 
-    A row's log-sum-exp is then another segment's, and so its probabilities are no probabilities.
+    Programs need not agree on the segment of such a row. Its log-sum-exp may be another segment's,
+    and its probabilities none.
     """
     bounds = list(itertools.pairwise(np.clip(cu_seqlens, 0, tokens).tolist()))
-    times, rows = np.zeros(tokens, int), np.zeros(tokens, bool)
+    between = np.zeros(tokens, bool)
     for start, end in bounds:
-        times[start:end] += 1
+        between[end:start] = True
+    rows = between.copy()
     for start, end in bounds:
-        rows[start:end] |= (times[start:end] > 1).any()
+        rows[start:end] |= between[start:end].any()
     return rows
 
 

@@ -284,7 +284,9 @@ def segments(length: int) -> KernelWorkload:
     return KernelWorkload(f"segments-{length}", "frames", (frame,) * (9216 // length))
 
 
-def choose(known: dict[str, Workload], names: list[str] | None) -> list[Workload]:
+def choose(
+    known: dict[str, Workload], names: list[str] | None, what: str = "workload"
+) -> list[Workload]:
     """The named workloads in the table's order; all of them where no name is given.
 
     A name may be a pattern as in a shell: "windows-*".
@@ -295,7 +297,7 @@ def choose(known: dict[str, Workload], names: list[str] | None) -> list[Workload
     found = [fnmatch.filter(known, name) for name in names or ["*"]]
     for name, matching in zip(names or [], found, strict=False):
         if not matching:
-            raise InputError(f"unknown workload {name!r}; known: {', '.join(known)}")
+            raise InputError(f"unknown {what} {name!r}; known: {', '.join(known)}")
     chosen = {name for matching in found for name in matching}
     return [workload for name, workload in known.items() if name in chosen]
 

@@ -275,17 +275,39 @@ def test_stress_writes_its_file_and_says_what_it_found(
 ):
     from compare.stress import checks
 
-    def check_stress(seconds, processes):
+    def check_stress(seconds, checks, towers, processes):
+        assert (len(checks), towers) == (8, None)
         assert processes == (os.cpu_count() if environment.has_gpu() else 1)
         assert seconds == 7.5
-        return [checks.outcome("place", "triton", "moved", 9, ["differs"] * findings)]
+        return [outcome("place", "triton", "moved", 9, ["differs"] * findings)]
 
+    outcome = checks.outcome
     monkeypatch.setattr(checks, "check_stress", check_stress)
     path = tmp_path / "stress.json"
     assert cli.main(["stress", "--seconds", "7.5", "--json", str(path)]) == status
     assert result_files.read(path).records[0]["cases"] == 9
     said = capsys.readouterr().out
     assert ("nothing: 9 cases" if findings == 0 else "in 1 of 1 checks") in said
+
+
+def test_some_stress_checks_leave_what_the_file_holds_of_others(monkeypatch, tmp_path, capsys):
+    from compare.stress import checks as stress
+
+    cases = iter((1, 2))
+
+    def check_stress(seconds, checks, towers, processes):
+        names, tried = [check.name for check in checks] + ["server"] * (towers is None), next(cases)
+        return [stress.outcome(name, "triton", "anything", tried, []) for name in names]
+
+    monkeypatch.setattr(stress, "check_stress", check_stress)
+    path = tmp_path / "stress.json"
+    for names in (["p*", "server"], ["place", "hostile"]):
+        options = [part for name in names for part in ("--check", name)]
+        assert cli.main(["stress", "--json", str(path), *options]) == commands.AGREES
+    found = {record["workload"]: record["cases"] for record in result_files.read(path).records}
+    assert found == {"poison": 1, "server": 1, "hostile": 2, "place": 2}
+    assert cli.main(["stress", "--check", "towers"]) == commands.BAD_INPUT
+    assert "unknown check 'towers'; known: hostile, poison" in sentence(capsys)
 
 
 def test_trust_is_another_word_for_stress_that_no_help_lists(monkeypatch, tmp_path, capsys):

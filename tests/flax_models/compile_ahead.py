@@ -39,7 +39,7 @@ def main() -> None:
         os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": directory}
         for name, side, depth in itertools.product(TOWERS, SIDES, DEPTHS):
             kernels = count_kernels(tower_program(name, side, depth))
-            [memory] = Path(directory).glob("*.jit__encode.*gpu*-buffer-assignment.txt")
+            [memory] = Path(directory).glob("*.jit_of_values.*gpu*-buffer-assignment.txt")
             record = {"kernels": kernels, "beside results": beside_result(memory.read_text())}
             record["spilled"] = [assemble(ptx)["spilled"] for ptx in mosaic_kernels(directory)]
             sys.stdout.write(json.dumps(record) + "\n")

@@ -284,7 +284,7 @@ def test_a_run_on_a_hopper_gpu_that_misses_a_kernel_fails(monkeypatch, tmp_path,
     monkeypatch.setattr(checks, "kernels_here", on_hopper_gpu)
     check_stress, only = checks.check_stress, {"checks": [CHECKS["hostile"]], "towers": []}
 
-    def run(seconds, processes):  # in this one, where so much is another's
+    def run(seconds, **_):  # in this one, where so much is another's
         return check_stress(seconds, subjects=[subject], **only)
 
     monkeypatch.setattr(checks, "check_stress", run)
@@ -349,9 +349,13 @@ def test_only_segments_beyond_the_bound_may_be_refused():
     assert refusable.tolist() == [False] * 8 + [True] * 9 + [False] * 3
 
 
-def test_which_rows_share_a_segment_with_rows_that_are_in_two():
-    contested = stress_inputs.contested(np.array([1, 4, 9, 7, 12, 14]), 20)
-    assert contested.tolist() == [False] * 4 + [True] * 8 + [False] * 8
+@pytest.mark.parametrize(
+    ("cu_seqlens", "first", "end"),
+    [([1, 4, 9, 7, 12, 14], 4, 12), ([9, 0, 5, 5, 14], 0, 14), ([0, 3, 3, 20], 0, 0)],
+)
+def test_rows_between_values_that_decrease_excuse_their_segments(cu_seqlens, first, end):
+    contested = stress_inputs.contested(np.array(cu_seqlens), 20)
+    assert np.flatnonzero(contested).tolist() == list(range(first, end))
 
 
 def test_hostile_segments_are_of_every_kind():
