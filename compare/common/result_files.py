@@ -6,6 +6,7 @@ file's own is its newest record's. Somebody may add a `note` by hand: what
 else has to be known of the run; reports show it.
 """
 
+import itertools
 import json
 import math
 import os
@@ -172,7 +173,8 @@ class Results:
         return replace(self, date=now, records=[*self.records, *dated])
 
     def updated(self, new: "Results") -> "Results":
-        """These with the records of another run in the place of those of the same workloads.
+        """These with the records of another run in the place of those of the same workloads, and
+        with their note.
 
         In tuning of the same classes of shapes, in the same framework.
 
@@ -183,13 +185,17 @@ class Results:
             before, now = getattr(self, name), getattr(new, name)
             if before != now:
                 raise InputError(f"cannot update results of another {name}: {before}, now {now}")
-        measured = set(map(_measured_together, new.records))
-        others = [
-            {"date": self.date} | record  # earlier versions dated the file alone
-            for record in self.records
-            if _measured_together(record) not in measured
-        ]
-        return replace(new, records=[*others, *new.records])
+        renewed: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for record in new.records:
+            renewed.setdefault(_measured_together(record), []).append(record)
+        measured, records = set(renewed), []
+        for record in self.records:
+            if (together := _measured_together(record)) in measured:
+                records += renewed.pop(together, [])
+            else:
+                records.append({"date": self.date} | record)  # earlier versions dated the file
+        records += itertools.chain.from_iterable(renewed.values())
+        return replace(new, records=records, note=self.note)
 
 
 def _measured_together(record: dict[str, Any]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ links these. `update_readme` renews what a README shows of it.
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -194,7 +194,7 @@ def overview(devices: Mapping[Path, _Parts], base: Path) -> str:
     lines = ["# Results"]
     for folder, parts in devices.items():
         link = f"[Everything measured on it]({_link(folder / REPORT, base)})"
-        lines += [f"## {_device(parts)}", summary_table(parts), _checks(parts), link]
+        lines += [f"## {_device(parts)}", summary_table(parts), _checks([parts]), link]
     if (base / _NOTES).is_file():
         lines += ["## Notes", f"[What is reached, what is missed, and what was tried]({_NOTES})"]
     return "\n\n".join(filter(None, lines)) + "\n"
@@ -253,10 +253,11 @@ def markers(block: str) -> tuple[str, str]:
 def renewed(readme: Path, directory: Path, report: Path) -> str:
     """A README's text with each of the blocks that it has renewed.
 
-    `summary` is the hero chart and the table, `results` the sentences, a chart and links, `checks`
-    the outcome of agreement and stress, `attention` the table's rows of it; all of the device with
-    the most timings. `vllm` is what was measured in vLLM on the first that has it, `sizes` of what;
-    `embeddings` likewise what is reached of the targets of that part, `write-ups` beside whom.
+    `summary` is the hero chart and the table, `results` the sentences, a chart and links,
+    `attention` the table's rows of it; all of the device with the most timings. `checks` is the
+    outcome of the newest agreement and stress, whatever device they ran on. `vllm` is what was
+    measured in vLLM on the first that has it, `sizes` of what; `embeddings` likewise what is
+    reached of the targets of that part, `write-ups` beside whom.
 
     Args:
         readme: where the text stands as it was.
@@ -281,7 +282,7 @@ def renewed(readme: Path, directory: Path, report: Path) -> str:
     blocks = {
         "summary": (chart("Towers' time beside Hugging Face's", _HERO), summary_table(parts)),
         "results": (summary_sentences(parts, training), chart(_title("tower"), "tower.svg"), links),
-        "checks": (_checks(parts),),
+        "checks": (_checks(devices.values()),),
         "attention": (attention_table(parts),),
         "sizes": (tables.sizes_table(),),
         "vllm": tuple(_in_vllm(devices)),
@@ -318,9 +319,14 @@ def _of_embeddings(
     yield show(embeddings.cells_of(measured))
 
 
-def _checks(parts: _Parts) -> str:
-    lines = {"agreement": tables.agreement_line, "stress": tables.stress_line}
-    return "\n".join(f"- {_title(p)}: {lines[p](parts[p])}" for p in lines if p in parts)
+def _checks(devices: Iterable[_Parts]) -> str:
+    """Of each part the newest, as code that was checked long ago is another."""
+    devices, lines = list(devices), []
+    for part, line in (("agreement", tables.agreement_line), ("stress", tables.stress_line)):
+        if found := [parts[part] for parts in devices if part in parts]:
+            newest = max(found, key=lambda measured: measured.date)
+            lines.append(f"- {_title(part)}, {newest.device}: {line(newest)}")
+    return "\n".join(lines)
 
 
 def read_devices(directory: Path) -> dict[Path, dict[str, Results]]:

@@ -2,6 +2,7 @@ import errno
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,17 @@ def test_round_trip(tmp_path):
     assert content.keys() >= {"device", "driver", "versions", "date", "records", "part"}
     assert content["versions"]["python"]
     assert content["ceilings"] == {"copy_bytes_per_s": 4e12}
+
+
+def test_an_update_takes_the_place_of_what_it_renews_and_keeps_the_note():
+    names = ("windows-448", "frames-448", "windows-672")
+    first = replace(result_files.collect("kernels", map(Record, names, names)), note="Alone.")
+    renewed = [Record("frames-448", "triton"), Record("frames-448", "pallas"), Record("new", "x")]
+    both = first.updated(result_files.collect("kernels", renewed))
+    found = [(record["workload"], record["implementation"]) for record in both.records]
+    of_frames = [("frames-448", "triton"), ("frames-448", "pallas")]
+    assert found == [(names[0], names[0]), *of_frames, (names[2], names[2]), ("new", "x")]
+    assert both.note == "Alone."
 
 
 def test_required_fields_are_always_written_and_others_where_they_speak():

@@ -169,7 +169,8 @@ def test_a_summary_of_the_results(directory, tmp_path):
 def test_a_readme_shows_the_device_with_the_most_timings(directory, tmp_path):
     """Whatever its name and how many other results there are; the overview has all of them."""
     checks = [Record(f"w-{n}", "triton", dtype="bfloat16", passed=True) for n in range(999)]
-    checked = replace(synthetic.as_results("agreement", checks), device="Another GPU")
+    checked = synthetic.as_results("agreement", checks)
+    checked = replace(checked, device="Another GPU", date="2030-01-01T00:00:00+00:00")
     result_files.write(checked, result_files.default_path("agreement", "another GPU", directory))
     record = Record("windows-448", "triton", median_us=5.0, framework="torch")
     other = replace(synthetic.as_results("kernels", [record]), device="Another GPU", note="Alone.")
@@ -188,6 +189,10 @@ def test_a_readme_shows_the_device_with_the_most_timings(directory, tmp_path):
     report.update_readme(readme, directory, out)
     assert synthetic.DEVICE in readme.read_text()
     assert "Another" not in readme.read_text()
+    readme.write_text(blocks("checks"))
+    report.update_readme(readme, directory, out)
+    newest = [line[:31] for line in readme.read_text().splitlines() if line.startswith("- ")]
+    assert newest == ["- Agreement, Another GPU: 999 c", "- Under stress, Imaginary GPU: "]
 
 
 def test_a_stress_file_of_the_former_name_is_read(directory):

@@ -80,7 +80,8 @@ def test_the_values_of_one_image_at_a_time(run, photographs, tmp_path):
     counted = manifest(tmp_path / "out")
     assert counted["complete"]
     assert counted["last_run"]["images"] == counted["last_run"]["read"] == 20
-    assert counted["last_run"]["loaded"] == 2
+    # On a busy machine the first may have encoded all before the second has its weights.
+    assert counted["last_run"]["loaded"] in (1, 2)
     status, _, stderr = run("--max-pixels", "9000")
     assert status == 2
     assert "is of a run with another max_pixels: None, now 9000" in stderr
