@@ -39,6 +39,10 @@ class HopperContract:
         case = make_case(LENGTHS, head_dim=head_dim, dtype=dtype, leading=37, trailing=211)
         assert_accurate(self.attention(case, max_seqlen=1024, fuse="none"), case)
 
+    def test_each_of_several_key_heads_serves_its_own(self):
+        case = make_case((100, 90, 200), heads=4, group=2)
+        assert_accurate(self.attention(case, max_seqlen=1024, fuse="none"), case)
+
     def test_infinities_of_a_neighbour_stay_there(self):
         """They come with a tile whose other rows they belong to, and meet zeros."""
         case = make_case((100, 90, 200), head_dim=80)

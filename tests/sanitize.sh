@@ -48,6 +48,8 @@ run() {  # a suite by a tool; prints when it is done, as several may run at once
   fi
   log=$("$sanitizer" "${options[@]}" "$python" -m pytest -q -p no:cacheprovider -o timeout=0 \
     "${files[@]}" -k "$selected" 2>&1) || status=$?
+  # pytest's 5: of that suite initcheck has nothing left, which the other tools run.
+  [[ $tool == initcheck && $status == 5 ]] && status=0
   printf '== %s: %s\n%s\n' "$tool" "${files[*]}" "$log"
   return "$status"
 }

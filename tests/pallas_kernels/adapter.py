@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from pallas_kernels import attention
+from pallas_kernels.checks import NO_NORMS, NORM_EPS
+from tests.kernel_cases import assert_same_bits, log_sum_exps
 
 ON_CPU = jax.default_backend() == "cpu"
 
@@ -26,6 +29,18 @@ def jitted(packed, options, alike, embedding="rope"):
     compiler_options = {"xla_disable_hlo_passes": "fusion"} if alike and ON_CPU else None
     function = public_function(packed, options, embedding)
     return jax.jit(function, compiler_options=compiler_options)
+
+
+def assert_log_sum_exps(case, max_seqlen, **options):
+    """Those that a forward pass keeps, and that its result has the same bits with and without."""
+    options = {"fuse": "auto", "batch_invariant": False, "max_seqlen": max_seqlen} | options
+    options |= {"scale": case.qkv.shape[-1] ** -0.5, "norm_eps": NORM_EPS, "embed": "rope"}
+    attend = functools.partial(attention.attend, interpret=ON_CPU, **options)
+    arguments = (jnp.asarray(case.qkv),), NO_NORMS, *map(jnp.asarray, case.packed[1:])
+    [without] = jax.jit(attend)(*arguments)
+    out, found = jax.jit(functools.partial(attend, keeps_lse=True))(*arguments)
+    np.testing.assert_allclose(found, log_sum_exps(case), rtol=1e-3, atol=1e-2)
+    assert_same_bits(np.asarray(out), np.asarray(without))
 
 
 class JaxAdapter:

@@ -16,7 +16,7 @@ from tests.kernel_gradient_contract import (
     KernelGradientContract,
     LongGradientContract,
 )
-from tests.pallas_kernels.adapter import JaxAdapter, public_function
+from tests.pallas_kernels.adapter import JaxAdapter, assert_log_sum_exps, public_function
 
 
 @functools.cache
@@ -83,6 +83,18 @@ def test_what_a_forward_pass_keeps(max_seqlen):
     kept = sorted((x.shape, x.dtype.name) for x in jax.tree.leaves(pull))
     others = [((3, 23), "float32"), ((23, 3, 16), "bfloat16")] if max_seqlen == 4096 else []
     assert kept == sorted([*((x.shape, x.dtype.name) for x in arguments), *others])
+
+
+@pytest.mark.parametrize(
+    ("max_seqlen", "options"),
+    [(4096, {"batch_invariant": True}), (512, {"fuse": "q"})],
+    ids=str,
+)
+def test_log_sum_exps(max_seqlen, options):
+    """Also of rows that their reference does not fit, which are computed again."""
+    case = make_case((9, 150), heads=1, head_dim=16, leading=2, trailing=3)
+    case.qkv[100:, 1] *= 40
+    assert_log_sum_exps(case, max_seqlen, **options)
 
 
 @pytest.mark.parametrize("implementation", ["kernel", "reference"])

@@ -15,21 +15,15 @@ from jax.experimental.pallas import mosaic_gpu as mosaic
 
 from compare.stress.launched import WARP_SPECIALIZED, in_jax
 from pallas_kernels import attention
-from pallas_kernels.checks import NO_NORMS, NORM_EPS
 from pallas_kernels.launching import choose, launch, plan
 from pallas_kernels.launching.choose import ROW_UNIT, rotated_row, rows_of, tiles_fit
 from pallas_kernels.launching.compile import HAVE_MOSAIC
 from tests.hopper_contract import HopperContract
 from tests.interpreter import matmul_in_fp64
-from tests.kernel_cases import (
-    assert_accurate,
-    assert_same_bits,
-    log_sum_exps,
-    make_case,
-)
+from tests.kernel_cases import assert_accurate, assert_same_bits, make_case
 from tests.kernel_contract import CUTS, STREAM, KernelContract
 from tests.kernel_stress_contract import StressContract, late_logits
-from tests.pallas_kernels.adapter import ON_CPU, JaxAdapter, jitted
+from tests.pallas_kernels.adapter import ON_CPU, JaxAdapter, assert_log_sum_exps, jitted
 from tests.pallas_kernels.launching.test_lowering import cuda_device
 
 pytestmark = [
@@ -203,14 +197,7 @@ def test_log_sum_exps(heads, head_dim):
     """Also of rows that their reference does not fit, which are computed again."""
     case = make_case((67, 0, 150), heads=heads, head_dim=head_dim, leading=3, trailing=5)
     case.qkv[180:200, 1] *= 30
-    arguments = (jnp.asarray(case.qkv),), NO_NORMS, *map(jnp.asarray, case.packed[1:])
-    options = {"scale": head_dim**-0.5, "fuse": "none", "batch_invariant": False} | LONG
-    options |= {"norm_eps": NORM_EPS, "embed": "rope"}
-    attend = functools.partial(attention.attend, interpret=ON_CPU, **options)
-    [without] = jax.jit(attend)(*arguments)
-    out, found = jax.jit(functools.partial(attend, keeps_lse=True))(*arguments)
-    np.testing.assert_allclose(found, log_sum_exps(case), rtol=1e-3, atol=1e-2)
-    assert_same_bits(np.asarray(out), np.asarray(without))
+    assert_log_sum_exps(case, fuse="none", **LONG)
 
 
 @pytest.fixture
