@@ -1,9 +1,9 @@
 """Fused 2D-RoPE attention over variable-length segments, in Triton for PyTorch.
 
-- The contract: `attention` (the public functions), `checks` (what is accepted, and the errors
-  otherwise), `reference` (the unfused computation: CPU path, differentiable path), `sinusoidal`
-  (tables and frequencies of what is added instead of rotating), `operators` (registration with
-  `torch.library`).
+- The contract: `attention` (the public functions), `attend` (one call, behind them), `checks` (what
+  is accepted, and the errors otherwise), `reference` (the unfused computation: CPU path,
+  differentiable path), `sinusoidal` (tables and frequencies of what is added instead of rotating),
+  `operators` (what autograd and `torch.library` know of a call).
 - `kernels`, what runs on the GPU: `window` (a whole short segment in one tile), `window_backward`
   (its gradients), `stream` (long segments: query blocks, and the segments that reach into them),
   `softmax` (its loop over a segment's keys), `stream_backward` (its gradients), `rotate` (rotation

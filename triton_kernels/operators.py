@@ -1,4 +1,4 @@
-"""Registration with torch.library: opaque to torch.compile, differentiable.
+"""What PyTorch knows of a call: its operators, opaque to torch.compile, and its derivatives.
 
 First derivatives in q, k and v are kernels'. Others go through the reference: those in cos or sin,
 with all that are asked for beside, and further ones.
@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from triton_kernels.attention import attend, longest_segment, runs_kernel
+from triton_kernels.attend import attend, bound, longest_segment, runs_kernel
 from triton_kernels.checks import NORM_EPS, Norms
 from triton_kernels.launching.backward import (
     attention_gradients,
     has_gradient_kernels,
     needs_lse,
 )
-from triton_kernels.launching.fast_path import locate
+from triton_kernels.launching.fast_path import goes_unseen, locate
 from triton_kernels.reference import (
     normalize_reference,
     rope_attention_reference,
@@ -248,6 +248,8 @@ def _backward(ctx: Any, grad: torch.Tensor, *_lse: None) -> tuple[torch.Tensor |
     else:
         operators = torch.ops.fused_rope_attention
         operator = operators.backward_waiting if waits else operators.backward
+        if not waits and goes_unseen((grad, *tensors)):
+            operator = _differentiate
         options = ctx.max_seqlen, ctx.scale, ctx.implementation
         found = operator(grad, tensors, cu_seqlens, kept, *options, needed, *further)
     found = iter(found)
@@ -255,6 +257,30 @@ def _backward(ctx: Any, grad: torch.Tensor, *_lse: None) -> tuple[torch.Tensor |
     of_norms = dict(zip(ctx.normed, grads[ctx.count :], strict=True))
     behind = [None] * 6 + [of_norms.get("q"), of_norms.get("k"), None, None]
     return *grads[: ctx.count], *behind[: len(ctx.needs_input_grad) - ctx.count]
+
+
+class Recorded(torch.autograd.Function):
+    """What the operators of rotated heads without norms do, for calls that only autograd sees.
+
+    By way of an operator it would take the host several times as long to record one. Its gradients
+    in q, k and v are asked for, none in cos and sin, and max_seqlen is an integer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        """Of an operator's arguments as they were passed, which `attend` checks."""
+        *tensors, max_seqlen, scale, fuse, implementation, batch_invariant = inputs
+        q = tensors[0]
+        lse = _like_lse(q) if needs_lse(q.dtype, q.shape[-1], max_seqlen) else None
+        options = max_seqlen, scale, fuse, implementation, batch_invariant, "rope"
+        out = attend(tuple(tensors), options, *locate(tensors), lse=lse)
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        ctx.norm_eps, ctx.embed = NORM_EPS, "rope"
+        inputs = *tensors, bound(max_seqlen), scale, fuse, implementation, batch_invariant
+        _save_for_backward(ctx, inputs, {}, () if lse is None else (out, lse))
+        return out
+
+    backward = staticmethod(_backward)
 
 
 def _register(name: str, function: Callable, fake: Callable) -> None:

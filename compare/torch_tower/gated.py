@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from flax_models.common.weights import Biases
-from triton_kernels.attention import runs_kernel
+from triton_kernels.attend import runs_kernel
 from triton_kernels.kernels.gated import silu_times
 from triton_kernels.kernels.tiles import cast
 from triton_kernels.launching.table import next_power_of_2

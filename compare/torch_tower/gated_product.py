@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compare.torch_tower.gated import gated_activation, load, unnormed_product
 from flax_models.common.weights import Biases
-from triton_kernels.attention import runs_kernel
+from triton_kernels.attend import runs_kernel
 from triton_kernels.kernels.gated import place, silu_times
 from triton_kernels.kernels.tiles import cast, dot
 from triton_kernels.launching.table import next_power_of_2

@@ -35,7 +35,7 @@ from flax_models.common.finite import non_finite_images
 from flax_models.common.grid import as_grid
 from flax_models.common.memory import check_memory
 from flax_models.common.weights import published_tensors, tower_parameters
-from triton_kernels.attention import runs_kernel
+from triton_kernels.attend import runs_kernel
 from triton_kernels.checks import IMPLEMENTATIONS
 
 # With DeepStack also the features of some blocks.

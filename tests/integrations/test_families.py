@@ -16,7 +16,6 @@ from tests.integrations.hugging_face import (
     relative_error,
     snapshot,
 )
-from triton_kernels import attention
 from triton_kernels.integrations import layers, plan
 from triton_kernels.integrations.transformers import accelerate, restore
 
@@ -57,7 +56,9 @@ def test_results_are_hugging_faces_and_restore_is_exact(model):
 @pytest.mark.parametrize("model", OF_EACH_FORM)
 def test_the_kernel_itself_in_a_tower(model, monkeypatch):
     # Interpreted where no GPU is.
-    monkeypatch.setattr(attention, "runs_kernel", lambda device, _: device.type == DEVICE)
+    monkeypatch.setattr(
+        "triton_kernels.attend.runs_kernel", lambda device, _: device.type == DEVICE
+    )
     tower = make(model)
     call = random_call(model, tower, [(1, 4, 6), (2, 2, 2)])
     with torch.no_grad():

@@ -22,7 +22,6 @@ from tests.integrations.hugging_face import (
     run,
     tensors_of,
 )
-from triton_kernels import attention
 from triton_kernels.integrations import plan
 from triton_kernels.integrations.transformers import accelerate, restore
 
@@ -47,7 +46,9 @@ def test_fp32_results_are_hugging_faces(family, grid):
 @every_family
 def test_the_kernel_itself_in_a_tower(family, monkeypatch):
     # Interpreted where no GPU is.
-    monkeypatch.setattr(attention, "runs_kernel", lambda device, _: device.type == DEVICE)
+    monkeypatch.setattr(
+        "triton_kernels.attend.runs_kernel", lambda device, _: device.type == DEVICE
+    )
     tower = make_tower(family)
     inputs = random_inputs(tower, [(1, 4, 10), (2, 2, 2)])
     with torch.no_grad():
@@ -172,7 +173,9 @@ def turned_positions(grid_thw):
 @pytest.mark.parametrize("own", [joined_frames, wide_windows, turned_positions])
 def test_what_a_caller_has_precomputed_counts_and_not_the_plan(own, monkeypatch):
     # By a kernel that minds the bound, interpreted where no GPU is: in fp32 only short ones are.
-    monkeypatch.setattr(attention, "runs_kernel", lambda device, _: device.type == DEVICE)
+    monkeypatch.setattr(
+        "triton_kernels.attend.runs_kernel", lambda device, _: device.type == DEVICE
+    )
     tower = make_tower("qwen2_5").half()
     patches, grid_thw = random_inputs(tower, [(2, 8, 12)])
     given = own(grid_thw)

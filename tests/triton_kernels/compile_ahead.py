@@ -42,7 +42,6 @@ from tests.triton_kernels.machine_code import (
     serial_loops,
 )
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
-from triton_kernels import attention
 from triton_kernels.kernels.rotate import rotate_kernel
 from triton_kernels.launching import backward as backward_module
 from triton_kernels.launching import choose as launch_module
@@ -229,7 +228,7 @@ def launches(variant: Variant) -> list[tuple[JITFunction, tuple, dict]]:
     with (
         recording() as recorded,
         mock.patch.object(launch_module, "gpu", return_value=GPUS.get(variant.arch)),
-        mock.patch.object(attention, "INTERPRETED", True),  # it shall not mind the missing GPU
+        mock.patch("triton_kernels.attend.INTERPRETED", True),  # it shall not mind the missing GPU
     ):
         operator(*arguments, *norms, embed=variant.embed)
         rotations = sum(x[0] is rotate_kernel for x in recorded)

@@ -352,7 +352,7 @@ def test_meta_tensors_tell_shape_and_dtype(packed, requires_grad):
 
 
 def test_the_kernel_on_a_cpu_needs_the_interpreter(monkeypatch):
-    monkeypatch.setattr(triton_kernels.attention, "INTERPRETED", False)
+    monkeypatch.setattr("triton_kernels.attend.INTERPRETED", False)
     fast_path.plans.clear()  # what an interpreted call was planned to launch
     arguments = [x.cpu() for x in arguments_of(True)]
     with pytest.raises(ValueError, match=r"needs tensors on a CUDA GPU .*TRITON_INTERPRET.* cpu"):

@@ -5,6 +5,8 @@ bits, and its last product takes 3.8 times as long as one of 3456. So that produ
 activation and a copy of the weight, are laid out with rows of 3456, filled up with zeros, which
 changes no result.
 
+Where gradients are recorded, `recorded_mlp` computes all three products at that width.
+
 The parameters stay as they are. The copy is made in every call, by the kernel that multiplies and
 activates: of what is not remembered nothing can be older than the parameter, however that is
 changed, and a CUDA graph makes it too. PyTorch has four kernels for what is one here.
@@ -16,6 +18,7 @@ from torch import nn
 
 from triton_kernels.integrations.layers import StandIn
 from triton_kernels.integrations.plain import is_own, plain_parameters
+from triton_kernels.integrations.recorded_mlp import RecordedMLP
 from triton_kernels.kernels.gated import aligned_operands_kernel
 from triton_kernels.launching.descriptors import Tile
 from triton_kernels.launching.fast_path import goes_unseen, plans
@@ -44,7 +47,7 @@ _NO_CALL = "the kernel is not for these"
 # Activations that the kernel knows, as PyTorch and transformers have them.
 _SILU = {cls: cls.forward for cls in _SILUS}
 
-# x, weight and bias of gate and of up, and the weight of down.
+# Weight and bias of gate, of up and of down.
 _Operands = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]
@@ -63,28 +66,28 @@ class AlignedMLP(StandIn):
         weight, bias = down
         operands = self._operands(x, weight, bias)
         if operands is not None:
-            return F.linear(*aligned_operands(*operands), bias)
+            recorded = torch.is_grad_enabled() and any(p.requires_grad for p in (x, *operands))
+            autocast = torch.is_autocast_enabled(x.device.type)
+            dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+            alike = autocast or all(p.dtype == dtype for p in operands)
+            if alike and not (recorded or autocast):
+                return F.linear(*aligned_operands(x, *operands[:-1]), bias)
+            if alike and recorded and goes_unseen((x, *operands), recorded=True):
+                stored = _aligned(weight.shape[1], dtype.itemsize)
+                return RecordedMLP.apply(stored, x.to(dtype), *operands)
         hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
         return F.linear(_filled(hidden, weight), _filled(weight, weight), bias)
 
     def _operands(self, x: torch.Tensor, *down: torch.Tensor | None) -> _Operands | None:
-        """What `_aligned_operands` takes; None where the modules have to be called one by one."""
+        """Weight and bias of gate, up and down; None where modules have to be called one by one."""
         modules = self._modules
         gate, up = plain_parameters(modules["gate_proj"]), plain_parameters(modules["up_proj"])
         if gate is None or up is None or not is_own(modules["act_fn"], _SILU):
             return None
-        parameters = *gate, *up, *down
-        recorded, dtype, device = torch.is_grad_enabled(), x.dtype, x.device
-        for p in parameters:
-            if p is None or p.dtype != dtype or p.device != device:
-                return None
-            if recorded and p.requires_grad:
-                return None
-        if (recorded and x.requires_grad) or x.ndim != 2:
+        operands, device = (*gate, *up, *down), x.device
+        if x.ndim != 2 or any(p is None or p.device != device for p in operands):
             return None
-        if torch.is_autocast_enabled(device.type):
-            return None
-        return x, *parameters[:-1]
+        return operands
 
 
 def is_misaligned(x: torch.Tensor, width: int) -> bool:

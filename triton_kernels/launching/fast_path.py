@@ -83,13 +83,13 @@ with ThreadPoolExecutor(1) as _thread:
     _ALWAYS_ADDED = _thread.submit(_added_keys).result()
 
 
-def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
+def goes_unseen(tensors: Sequence[torch.Tensor], recorded: bool = False) -> bool:
     """Whether nobody but the caller would know of an operator's call on these tensors.
 
     That is so where none is of a subclass, no derivative is to be recorded, nothing observes
     operators (no compiler, trace, transform, mode or profiler), and memory holds the tensors'
     values, as it does not on "meta" or behind a lazy negation. Then the function behind the
-    operator may be called directly.
+    operator may be called directly. `recorded`: derivatives may be, which the caller does itself.
     """
     if torch.compiler.is_compiling():
         return False
@@ -99,7 +99,7 @@ def goes_unseen(tensors: Sequence[torch.Tensor]) -> bool:
         return False
     if forward_ad._current_level >= 0:
         return False
-    recording = torch.is_grad_enabled()
+    recording = torch.is_grad_enabled() and not recorded
     for x in tensors:
         if type(x) is not torch.Tensor or x.is_meta or x.is_neg():
             return False

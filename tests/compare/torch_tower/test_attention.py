@@ -18,7 +18,7 @@ from tests.compare.naive import naive_varlen  # noqa: E402
 from tests.frame_attention_contract import CLIPS, FrameAttentionContract  # noqa: E402
 from tests.tower_checkpoints import GRIDS  # noqa: E402
 from tests.tower_contract import FP32_TOLERANCE, relative_error  # noqa: E402
-from triton_kernels.attention import INTERPRETED  # noqa: E402
+from triton_kernels.attend import INTERPRETED  # noqa: E402
 from triton_kernels.reference import rotate_reference  # noqa: E402
 
 

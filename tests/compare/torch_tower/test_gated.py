@@ -9,7 +9,7 @@ from compare.torch_tower.device import as_tensor, find_device  # noqa: E402
 from compare.torch_tower.gated import add_product, gated_activation  # noqa: E402
 from flax_models.common.weights import Biases  # noqa: E402
 from tests.gated_contract import DTYPES, GatedContract  # noqa: E402
-from triton_kernels.attention import INTERPRETED  # noqa: E402
+from triton_kernels.attend import INTERPRETED  # noqa: E402
 
 DEVICE = find_device(None)
 

@@ -13,7 +13,7 @@ from compare.torch_tower.gated_product import gated_product, in_one_kernel  # no
 from flax_models.common.weights import Biases  # noqa: E402
 from tests.gated_contract import DTYPES, EPS  # noqa: E402
 from tests.gated_product_contract import GatedProductContract, draw  # noqa: E402
-from triton_kernels.attention import INTERPRETED  # noqa: E402
+from triton_kernels.attend import INTERPRETED  # noqa: E402
 
 DEVICE = find_device(None)
 

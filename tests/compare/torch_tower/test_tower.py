@@ -232,7 +232,7 @@ def test_devices_that_pytorch_does_not_have(directory, device):
 
 
 def test_a_kernel_that_cannot_run_is_refused_before_anything_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("triton_kernels.attention.INTERPRETED", False)
+    monkeypatch.setattr("triton_kernels.attend.INTERPRETED", False)
     with pytest.raises(ValueError, match="implementation='kernel' needs tensors on a CUDA GPU"):
         load_vision_tower(tmp_path, torch.float32, "cpu", implementation="kernel")
 
@@ -240,7 +240,7 @@ def test_a_kernel_that_cannot_run_is_refused_before_anything_is_read(tmp_path, m
 @pytest.mark.parametrize("config", ["head_dim_16"], indirect=True)
 @pytest.mark.parametrize("implementation", ["kernel", "reference"])
 def test_kernel_and_reference_agree_in_the_tower(config, tower, directory, implementation):
-    from triton_kernels.attention import INTERPRETED
+    from triton_kernels.attend import INTERPRETED
 
     if implementation != "reference" and not (INTERPRETED or torch.cuda.is_available()):
         pytest.skip("Triton's interpreter is off and there is no GPU")

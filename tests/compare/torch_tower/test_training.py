@@ -122,7 +122,7 @@ def test_gradients_are_hugging_faces(directory, hugging_face, checkpointed):
 
 @one_tower
 def test_gradients_through_the_kernels(directory):
-    from triton_kernels.attention import INTERPRETED
+    from triton_kernels.attend import INTERPRETED
 
     if not (INTERPRETED or torch.cuda.is_available()):
         pytest.skip("Triton's interpreter is off and there is no GPU")

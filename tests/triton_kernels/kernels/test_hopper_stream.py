@@ -14,7 +14,6 @@ from tests.kernel_contract import KernelContract
 from tests.kernel_stress_contract import StressContract
 from tests.triton_kernels.adapter import TorchAdapter, assert_log_sum_exps
 from tests.triton_kernels.stand_ins import A100, H100, H200, hopper
-from triton_kernels import attention
 from triton_kernels.launching import choose, fast_path, plan
 from triton_kernels.launching.choose import (
     auto_fuse,
@@ -73,8 +72,8 @@ def test_a_bound_of_numpy_s_is_launched_as_a_number(on_hopper, monkeypatch, long
     """And so is a number after it, whose plan is the same."""
     launched = []
     monkeypatch.setattr(plan, "launch_kernel", lambda call, *_: launched.append(call))
-    monkeypatch.setattr(attention, "launch_source", lambda _: hopper())
-    monkeypatch.setattr(attention, "INTERPRETED", True)
+    monkeypatch.setattr("triton_kernels.attend.launch_source", lambda _: hopper())
+    monkeypatch.setattr("triton_kernels.attend.INTERPRETED", True)
     # In its key the kernel would look for functions that it calls, which are interpreted here.
     monkeypatch.setattr(plan, "binary_of", lambda *_: None)
     fast_path.plans.clear()

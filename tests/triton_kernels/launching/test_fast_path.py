@@ -9,6 +9,7 @@ from compare.stress.guards import guarded_results
 from tests.triton_kernels.adapter import public_function
 from tests.triton_kernels.stand_ins import Driver, hopper
 from triton_kernels import attention
+from triton_kernels.checks import check_arguments
 from triton_kernels.launching import fast_path, launch, plan
 from triton_kernels.launching.choose import launch_source, launching_by
 from triton_kernels.launching.launch import Binary
@@ -54,7 +55,7 @@ def record(monkeypatch):
         plan, "binary_of", lambda kernel, *_: Binary(Launched(kernel.__name__, record))
     )
     monkeypatch.setattr(launch, "driver", Driver)
-    monkeypatch.setattr(attention, "INTERPRETED", True)
+    monkeypatch.setattr("triton_kernels.attend.INTERPRETED", True)
     fast_path.plans.clear()
     yield record
     fast_path.plans.clear()
@@ -109,7 +110,7 @@ def launched_by(record, tensors, *arguments, **options):
 def test_a_later_call_launches_what_the_first_did(
     record, on_hopper, monkeypatch, kernel, form, fuse
 ):
-    monkeypatch.setattr(attention, "launch_source", lambda _: hopper())
+    monkeypatch.setattr("triton_kernels.attend.launch_source", lambda _: hopper())
     length = LENGTHS[kernel]
     first, second = (inputs(length, form == "packed", 4096) for _ in range(2))
     if form == "separate":
@@ -125,7 +126,7 @@ def test_a_later_call_launches_what_the_first_did(
     def unexpected(*_):
         raise AssertionError("the long way")
 
-    monkeypatch.setattr(attention, "check_arguments", unexpected)
+    monkeypatch.setattr("triton_kernels.attend.check_arguments", unexpected)
     monkeypatch.setattr(launch, "_tensor_at", unexpected)
     with guarded_results() as written:
         assert launched_by(record, second, length, fuse=fuse) == expected
@@ -278,9 +279,9 @@ def test_calls_that_are_not_looked_up_go_unseen_too(record, monkeypatch, options
 
 def test_calls_are_remembered_however_many_there_were(record, monkeypatch):
     checked = []
-    check = attention.check_arguments
     monkeypatch.setattr(
-        attention, "check_arguments", lambda *rest: checked.append(rest) or check(*rest)
+        "triton_kernels.attend.check_arguments",
+        lambda *rest: checked.append(rest) or check_arguments(*rest),
     )
     monkeypatch.setattr(fast_path.Plans, "MOST", 6)
     *tensors, cu_seqlens = inputs(8, packed=True, tokens=16)

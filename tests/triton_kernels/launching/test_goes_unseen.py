@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernel_cases import make_case
-from tests.triton_kernels.adapter import public_function, to_torch
+from tests.triton_kernels.adapter import interpreted_nan, public_function, to_torch
 from triton_kernels.launching.fast_path import goes_unseen
 
 OPERATORS = {False: "fused_rope_attention.varlen", True: "fused_rope_attention.qkvpacked"}
@@ -73,6 +73,52 @@ def test_gradients_within_a_mode(packed):
         found = gradients()
     assert "fused_rope_attention.backward_waiting.default" in witness.seen
     assert all(map(torch.equal, found, expected))
+
+
+@both_forms
+@pytest.mark.parametrize("max_seqlen", [16, 4096])
+def test_what_autograd_alone_sees_goes_around_the_operators(packed, max_seqlen):
+    """To the same bits. What observes operators sees both, and second derivatives see neither."""
+    *tensors, cu_seqlens = arguments_of(packed)
+    qkv = [x.requires_grad_() for x in tensors[:-2]]
+    options = {"max_seqlen": max_seqlen, "implementation": "kernel"}
+
+    def gradients():
+        out = public_function(packed)(*tensors, cu_seqlens, **options)
+        assert ("Recorded" in out.grad_fn.name()) == (not isinstance(mode, DispatchWitness))
+        return torch.autograd.grad(out.square().sum(), qkv)
+
+    mode = contextlib.nullcontext()
+    with interpreted_nan():
+        found = gradients()
+        with DispatchWitness() as mode:
+            expected = gradients()
+    assert "fused_rope_attention.backward.default" in mode.seen
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda qkv, cos, sin, cu: (qkv[:, :2], cos, sin, cu),
+        lambda qkv, cos, sin, cu: (qkv.double(), cos, sin, cu),
+        lambda qkv, cos, sin, cu: (qkv[..., 0], cos, sin, cu),
+        lambda qkv, cos, sin, cu: (qkv, cos[1:], sin, cu),
+        lambda qkv, cos, sin, cu: (qkv, cos, sin, cu.long()),
+        lambda qkv, cos, sin, cu: (qkv, cos, sin, cu.tolist()),
+    ],
+)
+@pytest.mark.parametrize("options", [{"max_seqlen": 16}, {"max_seqlen": -1}, {"scale": "1"}])
+def test_what_is_refused_is_refused_alike_where_gradients_are_recorded(change, options):
+    *tensors, cu_seqlens = arguments_of(packed=True)
+    options = {"max_seqlen": 16, "implementation": "kernel"} | options
+    told = []
+    for recorded in (False, True):
+        qkv, *rest = change(tensors[0].requires_grad_(recorded), *tensors[1:], cu_seqlens)
+        with pytest.raises((TypeError, ValueError)) as error:
+            public_function(True)(qkv, *rest, **options)
+        told.append((error.type, str(error.value)))
+    assert told[0] == told[1]
 
 
 @both_forms
