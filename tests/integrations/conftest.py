@@ -1,6 +1,7 @@
 """Where a library is missing, there is nothing of its integration to test."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,6 +46,8 @@ def aligned(monkeypatch):
     monkeypatch.setattr(mlp, "is_misaligned", noted("asked", lambda *_: True))
     monkeypatch.setattr(mlp, "_aligned_operands", noted("operands", mlp._aligned_operands))
     monkeypatch.setattr(mlp, "launch_kernel", noted("kernel", mlp.launch_kernel))
+    recorded = noted("recorded", mlp.RecordedMLP.apply)
+    monkeypatch.setattr(mlp, "RecordedMLP", SimpleNamespace(apply=recorded))
     if not torch.cuda.is_available():
         monkeypatch.setattr(mlp, "runs_kernel", lambda _: True)
     return ways

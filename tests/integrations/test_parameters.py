@@ -272,6 +272,7 @@ def test_gradients_of_an_aligned_tower(aligned, trained):
         inputs = random_inputs(each, GRIDS["several"])
         tensors_of(each(*inputs))[-1].square().mean().backward()
         gradients.append({n: p.grad for n, p in each.named_parameters() if p.grad is not None})
+    assert "recorded" in aligned
     expected, results = gradients
     assert results.keys() == expected.keys()
     for name, result in results.items():

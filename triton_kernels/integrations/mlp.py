@@ -72,7 +72,7 @@ class AlignedMLP(StandIn):
             alike = autocast or all(p.dtype == dtype for p in operands)
             if alike and not (recorded or autocast):
                 return F.linear(*aligned_operands(x, *operands[:-1]), bias)
-            if alike and recorded and goes_unseen((x, *operands), recorded=True):
+            if alike and recorded and goes_unseen((x,), recorded=True):
                 stored = _aligned(weight.shape[1], dtype.itemsize)
                 return RecordedMLP.apply(stored, x.to(dtype), *operands)
         hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
