@@ -97,6 +97,15 @@ def every_variant(arch: int) -> list[Variant]:
     """Every kernel, dtype, width of a head, tile and way of fusing, though not all their mixes."""
     return [
         *usual_variants(arch),
+        Variant(arch, head_dim=96),
+        Variant(arch, head_dim=72, max_seqlen=STREAM),
+        Variant(arch, max_seqlen=16, rotary_dim=40),
+        Variant(arch, head_dim=120, rotary_dim=90),
+        Variant(arch, head_dim=256),
+        Variant(arch, dtype="float32", max_seqlen=STREAM),
+        Variant(arch, max_seqlen=STREAM, fuse="q"),
+        Variant(arch, max_seqlen=STREAM, embed="positions"),
+        Variant(arch, head_dim=512, dtype="float32", max_seqlen=STREAM),
         Variant(arch, head_dim=64, max_seqlen=STREAM),
         Variant(arch, head_dim=96, max_seqlen=STREAM),
         Variant(arch, dtype="float16", max_seqlen=128),
@@ -123,20 +132,15 @@ def every_variant(arch: int) -> list[Variant]:
 def usual_variants(arch: int) -> list[Variant]:
     """The towers' and the other widths of a head, one call of each other kind.
 
-    In whole images, whose kernels take long to compile: the towers' tails, and none.
+    In whole images, whose kernels take long to compile: a tail, and none.
     """
     return [
-        *(Variant(arch, head_dim=head_dim) for head_dim in (64, 72, 80, 96, 128)),
-        *(Variant(arch, head_dim=head_dim, max_seqlen=STREAM) for head_dim in (72, 80, 128)),
-        Variant(arch, max_seqlen=16, rotary_dim=40),
+        *(Variant(arch, head_dim=head_dim) for head_dim in (64, 72, 80, 128)),
+        *(Variant(arch, head_dim=head_dim, max_seqlen=STREAM) for head_dim in (80, 128)),
         Variant(arch, max_seqlen=128),
         Variant(arch, rotary_dim=70),  # half of it is odd
-        Variant(arch, head_dim=120, rotary_dim=90),
-        Variant(arch, head_dim=256),
         Variant(arch, dtype="float16"),
         Variant(arch, dtype="float32", max_seqlen=32),
-        Variant(arch, dtype="float32", max_seqlen=STREAM),
-        Variant(arch, max_seqlen=STREAM, fuse="q"),
         Variant(arch, max_seqlen=STREAM, fuse="qk"),
         Variant(arch, offset=1),
         Variant(arch, k_heads=8, norms="qk"),
@@ -144,10 +148,8 @@ def usual_variants(arch: int) -> list[Variant]:
         Variant(arch, head_dim=64, max_seqlen=STREAM, norms="qk"),
         Variant(arch, embed="sinusoidal"),
         Variant(arch, embed="positions"),
-        Variant(arch, max_seqlen=STREAM, embed="positions"),
         Variant(arch, head_dim=512, dtype="float32"),
         Variant(arch, head_dim=512),
-        Variant(arch, head_dim=512, dtype="float32", max_seqlen=STREAM),
         Variant(arch, head_dim=512, max_seqlen=STREAM),
     ]
 

@@ -32,7 +32,7 @@ from pallas_kernels.launching.compile import HAVE_MOSAIC
 from tests.compare import synthetic
 from tests.compare.stress.in_processes import Dies, Still
 from tests.triton_kernels.stand_ins import hopper
-from triton_kernels import attention, fused_rope_attention_qkvpacked
+from triton_kernels import attend, fused_rope_attention_qkvpacked
 from triton_kernels.launching import backward, choose, fast_path, plan
 
 SIZES = dataclasses.replace(stress_inputs.ON_CPU, hostile=12)
@@ -215,8 +215,8 @@ def on_hopper_gpu(gradients=False):
 def on_hopper(monkeypatch):
     """Launches of a Hopper GPU, which do nothing."""
     monkeypatch.setattr(choose, "_CAN_RUN", True)
-    monkeypatch.setattr(attention, "launch_source", lambda _: hopper())
-    monkeypatch.setattr(attention, "INTERPRETED", True)
+    monkeypatch.setattr(attend, "launch_source", lambda _: hopper())
+    monkeypatch.setattr(attend, "INTERPRETED", True)
     # In its key the kernel would look for functions that it calls, which are interpreted here.
     monkeypatch.setattr(plan, "binary_of", lambda *_: None)
     for module in (plan, backward):
