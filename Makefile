@@ -50,10 +50,14 @@ test: setup
 sanitize: setup
 	PYTHON=$(BIN)/python tests/sanitize.sh
 
-# What is NumPy alone, or reads and writes files, has been tested without it.
-WITHOUT_JAX := common ray_data test_cli.py test_strangers.py
+# The main tests have gone through what hardly depends on the version: what is NumPy alone, reads and
+# writes files or checks arguments, the reference, and extreme numbers.
+OF_ANY_JAX := flax_models/common flax_models/ray_data flax_models/test_cli.py
+OF_ANY_JAX += flax_models/test_strangers.py pallas_kernels/test_arguments.py
+OF_ANY_JAX += pallas_kernels/test_stress.py
 test-newest-jax: $(NEWEST_VENV)/installed
-	$(NEWEST_VENV)/bin/python $(PYTEST) tests/pallas_kernels tests/flax_models $(WITHOUT_JAX:%=--ignore tests/flax_models/%)
+	$(NEWEST_VENV)/bin/python $(PYTEST) tests/pallas_kernels tests/flax_models \
+		$(OF_ANY_JAX:%=--ignore tests/%) -k "not TestReference"
 
 $(NEWEST_VENV)/installed: pyproject.toml Makefile
 	test -x $(NEWEST_VENV)/bin/python || $(NEWEST_PYTHON) -m venv $(NEWEST_VENV)

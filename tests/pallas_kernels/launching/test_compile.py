@@ -108,10 +108,7 @@ MANY_TOKENS = 9216
     [
         (72, 64, "qk", TOKENS),
         (80, 64, "qk", TOKENS),
-        (80, STREAM, "none", TOKENS),
         (72, STREAM, "none", MANY_TOKENS),
-        (80, STREAM, "none", MANY_TOKENS),
-        (72, STREAM, "q", MANY_TOKENS),
         (80, STREAM, "q", MANY_TOKENS),
     ],
 )
