@@ -103,7 +103,6 @@ def every_variant(arch: int) -> list[Variant]:
         Variant(arch, head_dim=120, rotary_dim=90),
         Variant(arch, head_dim=256),
         Variant(arch, dtype="float32", max_seqlen=STREAM),
-        Variant(arch, max_seqlen=STREAM, fuse="q"),
         Variant(arch, max_seqlen=STREAM, embed="positions"),
         Variant(arch, head_dim=512, dtype="float32", max_seqlen=STREAM),
         Variant(arch, head_dim=64, max_seqlen=STREAM),
@@ -141,6 +140,7 @@ def usual_variants(arch: int) -> list[Variant]:
         Variant(arch, rotary_dim=70),  # half of it is odd
         Variant(arch, dtype="float16"),
         Variant(arch, dtype="float32", max_seqlen=32),
+        Variant(arch, max_seqlen=STREAM, fuse="q"),
         Variant(arch, max_seqlen=STREAM, fuse="qk"),
         Variant(arch, offset=1),
         Variant(arch, k_heads=8, norms="qk"),
