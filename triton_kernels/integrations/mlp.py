@@ -18,7 +18,7 @@ from torch import nn
 
 from triton_kernels.integrations.layers import StandIn
 from triton_kernels.integrations.plain import is_own, plain_parameters
-from triton_kernels.integrations.recorded_mlp import RecordedMLP
+from triton_kernels.integrations.recorded_mlp import RecordedMLP, filled
 from triton_kernels.kernels.gated import aligned_operands_kernel
 from triton_kernels.launching.descriptors import Tile
 from triton_kernels.launching.fast_path import goes_unseen, plans
@@ -76,7 +76,8 @@ class AlignedMLP(StandIn):
                 stored = _aligned(weight.shape[1], dtype.itemsize)
                 return RecordedMLP.apply(stored, x.to(dtype), *operands)
         hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
-        return F.linear(_filled(hidden, weight), _filled(weight, weight), bias)
+        stored = aligned_width(weight)
+        return F.linear(filled(hidden, stored), filled(weight, stored), bias)
 
     def _operands(self, x: torch.Tensor, *down: torch.Tensor | None) -> _Operands | None:
         """Weight and bias of gate, up and down; None where modules have to be called one by one."""
@@ -144,10 +145,10 @@ def _aligned_operands(
     call = plans.get(form)
     if call is None:
         call = plans[form] = _call(*form) if runs_kernel(x) else _NO_CALL
+    stored = aligned_width(down_weight)
     if call is _NO_CALL:
         hidden = F.silu(F.linear(x, gate_weight, gate_bias)) * F.linear(x, up_weight, up_bias)
-        return _filled(hidden, down_weight), _filled(down_weight, down_weight)
-    stored = aligned_width(down_weight)
+        return filled(hidden, stored), filled(down_weight, stored)
     hidden, weight = x.new_empty(tokens, stored), x.new_empty(rows, stored)
     described = *map(_described, (x, gate_weight, up_weight)), hidden
     tensors = *described, gate_bias, up_bias, down_weight, weight
@@ -166,11 +167,6 @@ def runs_kernel(x: torch.Tensor) -> bool:
     if not x.is_cuda or x.itemsize != 2 or x.shape[1] * x.itemsize % _ACCEPTED != 0:
         return False
     return torch.cuda.get_device_capability(x.device) == (9, 0)
-
-
-def _filled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Rows of the weight's width, filled up with zeros to that at which they are stored."""
-    return F.pad(x, (0, aligned_width(weight) - weight.shape[1]))
 
 
 def _described(x: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ class RecordedMLP(torch.autograd.Function):
         gate, up = both.chunk(2, 1)
         ctx.stored = stored
         ctx.save_for_backward(both, x, *parameters)
-        down = _filled(x.dtype, stored, down_weight)
+        down = filled(down_weight.to(x.dtype), stored)
         return F.linear(F.silu(gate).mul_(up), down, down_bias.to(x.dtype))
 
     @staticmethod
@@ -49,7 +49,7 @@ class RecordedMLP(torch.autograd.Function):
         if any(needs[4:]):
             found[5] = (grad.T @ (activated * up))[:, :width]
             found[6] = grad.sum(0)
-        hidden_grad = grad @ _filled(x.dtype, stored, down_weight)
+        hidden_grad = grad @ filled(down_weight.to(x.dtype), stored)
         torch.mul(hidden_grad, activated, out=up_grad)
         hidden_grad.mul_(up)
         torch.ops.aten.silu_backward.grad_input(hidden_grad, gate, grad_input=gate_grad)
@@ -74,11 +74,9 @@ def _one_behind_another(dtype: torch.dtype, stored: int, *each: torch.Tensor) ->
     return result.flatten(0, 1)
 
 
-def _filled(dtype: torch.dtype, stored: int, weight: torch.Tensor) -> torch.Tensor:
-    """Rows of a weight, filled up with zeros."""
-    result = weight.new_zeros((weight.shape[0], stored), dtype=dtype)
-    result[:, : weight.shape[1]] = weight
-    return result
+def filled(x: torch.Tensor, stored: int) -> torch.Tensor:
+    """Rows, filled up with zeros to the width at which they are stored."""
+    return F.pad(x, (0, stored - x.shape[-1]))
 
 
 def _differentiated(

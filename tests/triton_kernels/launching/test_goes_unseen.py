@@ -78,7 +78,7 @@ def test_gradients_within_a_mode(packed):
 @both_forms
 @pytest.mark.parametrize("max_seqlen", [16, 4096])
 def test_what_autograd_alone_sees_goes_around_the_operators(packed, max_seqlen):
-    """To the same bits. What observes operators sees both, and second derivatives see neither."""
+    """To the same bits; what observes operators sees them, forward and backward."""
     *tensors, cu_seqlens = arguments_of(packed)
     qkv = [x.requires_grad_() for x in tensors[:-2]]
     options = {"max_seqlen": max_seqlen, "implementation": "kernel"}
@@ -97,18 +97,26 @@ def test_what_autograd_alone_sees_goes_around_the_operators(packed, max_seqlen):
     assert all(map(torch.equal, found, expected))
 
 
+def unchanged(*arguments):
+    return arguments
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("change", "options"),
     [
-        lambda qkv, cos, sin, cu: (qkv[:, :2], cos, sin, cu),
-        lambda qkv, cos, sin, cu: (qkv.double(), cos, sin, cu),
-        lambda qkv, cos, sin, cu: (qkv[..., 0], cos, sin, cu),
-        lambda qkv, cos, sin, cu: (qkv, cos[1:], sin, cu),
-        lambda qkv, cos, sin, cu: (qkv, cos, sin, cu.long()),
-        lambda qkv, cos, sin, cu: (qkv, cos, sin, cu.tolist()),
+        (lambda qkv, cos, sin, cu: (qkv[:, :2], cos, sin, cu), {}),
+        (lambda qkv, cos, sin, cu: (qkv.double(), cos, sin, cu), {}),
+        (lambda qkv, cos, sin, cu: (qkv[..., 0], cos, sin, cu), {}),
+        (lambda qkv, cos, sin, cu: (qkv, cos[1:], sin, cu), {}),
+        (lambda qkv, cos, sin, cu: (qkv, cos, sin, cu.long()), {}),
+        (lambda qkv, cos, sin, cu: (qkv, cos, sin, cu.tolist()), {}),
+        (unchanged, {"max_seqlen": -1}),
+        (unchanged, {"scale": "1"}),
+        (unchanged, {"fuse": "all"}),
+        (unchanged, {"implementation": "another"}),
+        (unchanged, {"batch_invariant": 2}),
     ],
 )
-@pytest.mark.parametrize("options", [{"max_seqlen": 16}, {"max_seqlen": -1}, {"scale": "1"}])
 def test_what_is_refused_is_refused_alike_where_gradients_are_recorded(change, options):
     *tensors, cu_seqlens = arguments_of(packed=True)
     options = {"max_seqlen": 16, "implementation": "kernel"} | options
