@@ -262,8 +262,8 @@ def _backward(ctx: Any, grad: torch.Tensor, *_lse: None) -> tuple[torch.Tensor |
 class Recorded(torch.autograd.Function):
     """What the operators of rotated heads without norms do, for calls that only autograd sees.
 
-    By way of an operator it would take the host twice as long to record one and to go back. Its gradients
-    in q, k and v are asked for, none in cos and sin, and max_seqlen is an integer.
+    By way of an operator it would take the host twice as long to record one and to go back. Its
+    gradients in q, k and v are asked for, none in cos and sin, and max_seqlen is an integer.
     """
 
     @staticmethod
