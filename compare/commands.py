@@ -6,7 +6,6 @@ what cannot run is refused first, and --help needs none of them.
 """
 
 import itertools
-import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -224,7 +223,7 @@ def run_stress(options: Namespace) -> int:
         checks=[check for check in chosen if check],
         towers=None if None in chosen else [],
         # Most of a check's time on a GPU goes into compiling.
-        processes=(os.cpu_count() or 1) if environment.has_gpu() else 1,
+        processes=environment.cores() if environment.has_gpu() else 1,
     )
     records = _written("stress", path, ([record] for record in checked), update=bool(options.check))
     if failed := sum(not record.passed for record in records):

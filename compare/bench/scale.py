@@ -22,7 +22,7 @@ from compare.workloads.scale import STAGES, ScaleWorkload, Sizes, write_photogra
 
 _AIM = 0.9  # of what the tower reaches alone
 _PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
-_CORES = os.cpu_count() or 1
+_CORES = environment.cores()
 
 
 def bench_scale(

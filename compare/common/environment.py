@@ -41,6 +41,13 @@ def has_gpu() -> bool:
     return gpu_count() > 0
 
 
+def cores() -> int:
+    """The number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):  # not where the system binds no process
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def configure() -> None:
     """Set what the frameworks read from the environment; call before importing any of them.
 

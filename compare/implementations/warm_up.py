@@ -4,7 +4,6 @@ Threads share what they compiled, but wait for each other wherever compilers are
 so a few keep all of them busy. Processes do not, and leave their work in the frameworks' caches.
 """
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from compare.common import environment
 from compare.common.console import progress, say
 from compare.common.errors import one_line
 from compare.common.processes import on_each
@@ -65,7 +65,7 @@ def caches_filled(
     with tempfile.TemporaryDirectory() as directory:
         used = {_PROGRAMS: before[_PROGRAMS] or directory, _KEPT_AFTER: 0}
         variables = _SHARING | {name.upper(): str(value) for name, value in used.items()}
-        most = min(_MOST_PROCESSES, os.cpu_count() or 1)
+        most = min(_MOST_PROCESSES, environment.cores())
         done = on_each(workloads, most, _call_each, implementations, variables=variables)
         try:
             for _ in progress(workloads, "filling caches"):
@@ -99,7 +99,7 @@ def draw_inputs(workloads: Sequence[KernelWorkload]) -> list[KernelInputs]:
 
 
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
+    return ThreadPoolExecutor(min(_MOST_THREADS, environment.cores()))
 
 
 def _ready(implementation: KernelImplementation, workload: KernelWorkload) -> KernelImplementation:

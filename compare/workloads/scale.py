@@ -1,6 +1,5 @@
 """Folders of photographs: what `python -m flax_models encode` is measured on."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from compare.common import environment
 from compare.workloads.photographs import photographs
 from flax_models import VisionConfig
 
@@ -90,7 +90,7 @@ def write_photographs(
         _draw(random, shipped, pixels).save(path, quality=_QUALITY)
         return path
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow scales and encodes beside Python
+    with ThreadPoolExecutor(environment.cores()) as pool:  # Pillow scales and encodes beside Python
         return list(pool.map(write, range(count)))
 
 

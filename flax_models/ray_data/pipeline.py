@@ -97,14 +97,17 @@ def encode(
         check_column(schema.names, image)
     actors, resources = placement(gpus, towers)
     dataset.context.target_max_block_size = _block_bytes(config, dtype, batch_tokens)
-    return dataset.map_batches(
+    patches = dataset.map_batches(
         add_patches,
         fn_kwargs={"image": image, "preprocessing": preprocessing, "report": report},
         batch_format="pyarrow",
         batch_size=None,
         compute=TaskPoolStrategy(decoders),
         num_cpus=1,
-    ).map_batches(
+    )
+    # What `map_batches` calls once it has refused whole blocks to GPUs, as a block may be of any
+    # size. These are of so many patches.
+    return patches.map_batches_internal(
         TowerStage,
         fn_constructor_kwargs={
             "framework": framework,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from tests.integrations.hugging_face import (
     DEVICE,
@@ -248,18 +248,23 @@ def test_low_rank_adapters(checkpointed, order, tmp_path, aligned):
     assert "operands" in aligned  # its layers are plain again
 
 
-def train_in_parallel(rank, store, inputs, directory):
-    """One of two processes that train together on the CPU; the first writes what became of it."""
+def train_in_parallel(rank, device, store, inputs, directory):
+    """One of two processes that train together; the first writes what became of it."""
     from torch import distributed
 
     mlp.is_misaligned = lambda *_: True  # on a CPU too, and in fp32
+    backend = "gloo"
+    if device == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    distributed.init_process_group(backend, init_method=store, rank=rank, world_size=2)
     try:
-        for wrap in WRAPPERS:
-            tower = make_tower("qwen2_5").cpu().train()
+        for wrap in WRAPPERS[device]:
+            tower = make_tower("qwen2_5").to(device).train()
             trained, whole_state = wrap(tower)
-            take_steps(trained, [[inputs[rank]]] * 2)
+            take_steps(trained, [[[x.to(device) for x in inputs[rank]]]] * 2)
             state = whole_state()
             if rank == 0:
                 torch.save(state, directory / wrap.__name__)
@@ -273,10 +278,14 @@ def replicated(tower):
     return DistributedDataParallel(accelerate(tower)), tower.state_dict
 
 
-def sharded_by_fsdp1(tower):
-    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+def sharded_by_fsdp1(tower, offload=False):
+    from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, StateDictType
 
-    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    options = {
+        "use_orig_params": True,
+        "device_id": next(tower.parameters()).device,
+        "cpu_offload": CPUOffload(offload_params=offload),
+    }
     accelerate(tower)
     for index, block in enumerate(tower.blocks):
         tower.blocks[index] = FullyShardedDataParallel(block, **options)
@@ -289,8 +298,16 @@ def sharded_by_fsdp1(tower):
     return sharded, whole_state
 
 
+def offloaded_by_fsdp1(tower):
+    return sharded_by_fsdp1(tower, offload=True)
+
+
 def accelerated_then_sharded(tower):
     return sharded_by_fsdp2(accelerate(tower))
+
+
+def accelerated_then_offloaded(tower):
+    return sharded_by_fsdp2(accelerate(tower), offload_policy=CPUOffloadPolicy())
 
 
 def sharded_then_accelerated(tower):
@@ -299,23 +316,30 @@ def sharded_then_accelerated(tower):
     return accelerate(sharded), whole_state
 
 
-def sharded_by_fsdp2(tower):
+def sharded_by_fsdp2(tower, **options):
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (2,))
+    device = next(tower.parameters()).device
+    mesh = init_device_mesh(device.type, (2,))
     for part in (*tower.blocks, tower):
-        fully_shard(part, mesh=mesh)
-    return tower, lambda: {name: x.full_tensor() for name, x in tower.state_dict().items()}
+        fully_shard(part, mesh=mesh, **options)
+    # Each process gathers on its own device, also what is offloaded.
+    return tower, lambda: {
+        name: x.to(device).full_tensor() for name, x in tower.state_dict().items()
+    }
 
 
-WRAPPERS = replicated, sharded_by_fsdp1, accelerated_then_sharded, sharded_then_accelerated
+ON_A_CPU = replicated, sharded_by_fsdp1, accelerated_then_sharded, sharded_then_accelerated
+WRAPPERS = {"cpu": ON_A_CPU, "cuda": (*ON_A_CPU, offloaded_by_fsdp1, accelerated_then_offloaded)}
 
 
-def test_two_processes(tmp_path):
-    tower = make_tower("qwen2_5").cpu().train()
-    inputs = [[x.cpu() for x in random_inputs(tower, GRIDS[n])] for n in ("image", "several")]
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
+def test_two_processes(device, tmp_path):
+    tower = make_tower("qwen2_5").to(device).train()
+    inputs = [[x.to(device) for x in random_inputs(tower, GRIDS[n])] for n in ("image", "several")]
     take_steps(tower, [inputs] * 2)
-    arguments = (tmp_path / "store").as_uri(), inputs, tmp_path
+    inputs = [[x.cpu() for x in each] for each in inputs]
+    arguments = device, (tmp_path / "store").as_uri(), inputs, tmp_path
     torch.multiprocessing.spawn(train_in_parallel, arguments, nprocs=2)
-    for wrap in WRAPPERS:
-        assert_close(torch.load(tmp_path / wrap.__name__), tower.state_dict())
+    for wrap in WRAPPERS[device]:
+        assert_close(torch.load(tmp_path / wrap.__name__, map_location=device), tower.state_dict())

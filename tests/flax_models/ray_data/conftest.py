@@ -37,14 +37,17 @@ def ids_of(folder):
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
-    """Ray with two cores that the tests of this process share; its address."""
+    """Ray with two cores that the tests of this process share; its address.
+
+    And with a GPU, which Ray takes our word for: what it asks of a call on GPUs is asked here.
+    """
     ray = pytest.importorskip("ray")
     pytest.importorskip("ray.data")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray writes one into the user's home
     context = ray.init(
         num_cpus=2,
-        num_gpus=0,
+        num_gpus=1,
         include_dashboard=False,
         object_store_memory=100 << 20,
         log_to_driver=False,

@@ -68,7 +68,7 @@ def manifest(out):
 
 @pytest.mark.long
 def test_the_values_of_one_image_at_a_time(run, photographs, tmp_path):
-    status, stdout, stderr = run("--towers", "2")
+    status, stdout, stderr = run("--gpus", "0", "--towers", "2")
     assert (status, stderr) == (0, "")
     assert stdout == f"encoded 20 images and videos, refused 0: {tmp_path / 'out'}\n"
     found = {row["id"]: row for row in read(tmp_path / "out")}
@@ -186,7 +186,7 @@ def test_what_is_refused_stops_a_strict_run_or_is_tried_again(
     assert (status, stdout) == (2, "")
     assert stderr.endswith("error: bad.jpg: cannot identify image file\n")
     (checkpoint / "fatal").touch()
-    status, stdout, stderr = run("--towers", "2", *output)
+    status, stdout, stderr = run("--gpus", "0", "--towers", "2", *output)
     assert status == 0
     assert "encoded 20 images and videos, refused 1" in stdout
     assert not (checkpoint / "fatal").exists()
@@ -207,7 +207,7 @@ def test_dry_run(run, photographs, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gpus", "3"], "3 GPUs were asked for, and Ray sees none"),
+        (["--gpus", "3"], "3 GPUs were asked for, and Ray sees 1"),
         (["--gpus", "-1"], "expected a positive integer, got '-1'"),
         (["--framework", "keras"], "framework must be flax, torch or MODULE:FUNCTION, got 'keras'"),
         (["--framework", "no.such:load"], "there is no load in no.such"),
