@@ -258,7 +258,7 @@ def _decoded(path: Path) -> Image.Image:
 def _alone(name: str, job: Job) -> Encoded:
     """Our tower on patches in the host's memory, by as many threads as the command has."""
     from flax_models.common.buckets import choose_bucket
-    from flax_models.ray_data.calls import plan_calls
+    from flax_models.ray_data.calls import call_buckets, plan_calls
     from flax_models.ray_data.patches import Preprocessing
     from flax_models.ray_data.pipeline import THREADS
     from flax_models.ray_data.towers import find_loader
@@ -277,7 +277,8 @@ def _alone(name: str, job: Job) -> Encoded:
     inputs = [(np.concatenate([patches[n] for n in call]), grids[call]) for call in calls]
     device: Tower = {"flax": JaxTower, "torch": TorchTower}[name](None)
     device.reset_peak_memory()
-    encode = find_loader(name)(str(job.checkpoint), "bfloat16")
+    buckets = call_buckets(job.sizes.config, job.sizes.batch_tokens)
+    encode = find_loader(name)(str(job.checkpoint), "bfloat16", buckets)
 
     def pooled(call: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
         return np.float32(encode(*call, "pooled")[0])
@@ -302,7 +303,9 @@ def _alone(name: str, job: Job) -> Encoded:
     )
     clock.seconds.update(upload=uploading, tower=calling - uploading)
     in_order = np.argsort(np.concatenate(calls))
-    padded = sum(choose_bucket(job.sizes.config, grid_thw).tokens for _, grid_thw in inputs)
+    padded = sum(
+        choose_bucket(job.sizes.config, grid_thw, buckets).tokens for _, grid_thw in inputs
+    )
     return Encoded(
         images=len(tokens),
         patches=int(tokens.sum()),

@@ -8,9 +8,10 @@ from compare.torch_tower.tower import load_vision_tower
 from flax_models.ray_data.towers import Encode
 
 
-def load(checkpoint: str, dtype: str) -> Encode:
+def load(checkpoint: str, dtype: str, token_buckets: tuple[int, ...]) -> Encode:
     """Load it on the GPU of this process, or else on the CPU."""
-    tower = load_vision_tower(checkpoint, getattr(torch, dtype), progress=False)
+    options = {"token_buckets": token_buckets, "progress": False}
+    tower = load_vision_tower(checkpoint, getattr(torch, dtype), **options)
 
     def encode(pixel_values: np.ndarray, grid_thw: np.ndarray, output: str) -> list[np.ndarray]:
         result = tower(pixel_values, grid_thw, output=output)

@@ -59,7 +59,7 @@ class Sizes:
     pixels: tuple[int, int] = (300_000, 2_800_000)
     sample: int = 128
     checked: int = 8
-    batch_tokens: int = 16384
+    batch_tokens: int = 20480
     seconds: float = 5.0
     config: VisionConfig = field(default_factory=VisionConfig.qwen2_5_vl_7b)
 

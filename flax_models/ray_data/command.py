@@ -6,7 +6,7 @@ import logging
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from flax_models.ray_data.patches import Preprocessing
 from flax_models.ray_data.pipeline import encode, placement, stored_dtype
 from flax_models.ray_data.progress import Progress
 from flax_models.ray_data.sources import Source, find_source
-from flax_models.ray_data.towers import FRAMEWORKS, Encode, find_loader
+from flax_models.ray_data.towers import FRAMEWORKS, Load, find_loader
 
 _DESCRIPTION = """\
 Encode a folder's images and videos, those of a list of paths, of Parquet, Lance or WebDataset, on
@@ -134,7 +134,7 @@ def _estimate(
     output: Output,
     source: Source,
     preprocessing: Preprocessing,
-    load: Callable[[str, str], Encode],
+    load: Load,
     towers: int,
 ) -> None:
     """Say what would be done."""
@@ -143,8 +143,8 @@ def _estimate(
     print(f"{source.name}, of which {len(finished):,} are finished", flush=True)
     found = dry_run.estimate(
         source,
-        options.checkpoint,
-        load(str(options.checkpoint), options.dtype),
+        str(options.checkpoint),
+        load,
         preprocessing,
         output=options.output,
         store_bytes=np.dtype(options.store).itemsize,
@@ -257,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--towers", type=positive, default=1, metavar="N", help="on the CPU, where there is no GPU")
     add("--decoders", type=positive, metavar="N", help="processes that read (default: all cores)")
     add("--address", metavar="HOST:PORT", help="of a Ray cluster (default: this machine alone)")
-    add("--batch-tokens", type=positive, default=16384, metavar="N", help="patches of a call")
+    add("--batch-tokens", type=positive, default=20480, metavar="N", help="patches of a call")
     add("--min-pixels", type=positive, metavar="N", help="enlarge smaller images")
     add("--max-pixels", type=positive, metavar="N", help="shrink larger images")
     add("--fps", type=rate, default=2.0, metavar="N", help="frames to take of a video's second")

@@ -11,10 +11,10 @@ from flax_models.common.buckets import choose_bucket
 from flax_models.common.config import VisionConfig
 from flax_models.common.errors import ImageError
 from flax_models.common.layout import output_rows
-from flax_models.ray_data.calls import plan_calls
+from flax_models.ray_data.calls import call_buckets, plan_calls
 from flax_models.ray_data.patches import Preprocessing
 from flax_models.ray_data.sources import Source
-from flax_models.ray_data.towers import Encode
+from flax_models.ray_data.towers import Load
 
 # Files that are looked at, and calls that are timed behind one that compiles.
 _SAMPLE, _TIMED = 64, 3
@@ -46,7 +46,7 @@ class Estimate:
 def estimate(
     source: Source,
     checkpoint: str,
-    encode: Encode,
+    load: Load,
     preprocessing: Preprocessing,
     *,
     output: str,
@@ -58,7 +58,7 @@ def estimate(
     Args:
         source: where they come from.
         checkpoint: the tower's.
-        encode: the tower.
+        load: what loads it.
         preprocessing: how files become patches.
         output: what is computed.
         store_bytes: those of a number that is kept.
@@ -83,9 +83,11 @@ def estimate(
     grids = np.array([grid for _, grid in readable])
     tokens = grids.prod(axis=1)
     calls = plan_calls(tokens.tolist(), batch_tokens)
-    padded = sum(choose_bucket(config, grids[call]).tokens for call in calls)
+    buckets = call_buckets(config, batch_tokens)
+    padded = sum(choose_bucket(config, grids[call], buckets).tokens for call in calls)
     first = calls[0]
     values = np.concatenate([readable[image][0] for image in first])
+    encode = load(checkpoint, preprocessing.dtype, buckets)
     encode(values, grids[first], output)
     start = time.perf_counter()
     for _ in range(_TIMED):

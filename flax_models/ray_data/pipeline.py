@@ -31,7 +31,7 @@ def encode(
     gpus: int | None = None,
     towers: int = 1,
     decoders: int | None = None,
-    batch_tokens: int = 16384,
+    batch_tokens: int = 20480,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     fps: float = 2.0,

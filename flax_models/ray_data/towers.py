@@ -15,21 +15,24 @@ from flax_models.common.config import VisionConfig
 from flax_models.common.errors import ImageError
 from flax_models.common.finite import is_finite, non_finite_images
 from flax_models.common.layout import output_rows
-from flax_models.ray_data.calls import plan_calls
+from flax_models.ray_data.calls import call_buckets, plan_calls
 from flax_models.ray_data.patches import Report
 
 # From pixel values, grid_thw and one of `OUTPUTS` to its rows, and those of DeepStack's features.
 Encode = Callable[[np.ndarray, np.ndarray, str], list[np.ndarray]]
 
-# Short names of what loads a tower: a module and its function `load(checkpoint, dtype) -> Encode`.
-# The PyTorch tower is of a package further up, which this one may know by name alone.
+# From a checkpoint, a dtype and the numbers of patches that calls are padded to.
+Load = Callable[[str, str, tuple[int, ...]], Encode]
+
+# Short names of what loads a tower: a module and its function `load`, which is a Load. The PyTorch
+# tower is of a package further up, which this one may know by name alone.
 FRAMEWORKS = {
     "flax": "flax_models.ray_data.flax_tower:load",
     "torch": "compare.torch_tower.ray_data:load",
 }
 
 
-def find_loader(framework: str) -> Callable[[str, str], Encode]:
+def find_loader(framework: str) -> Load:
     """The function that loads a tower.
 
     Args:
@@ -71,8 +74,9 @@ class TowerStage:
         report: Report,
     ) -> None:
         """Load the tower; arguments are those of `ray_data.encode`."""
-        self.encode = find_loader(framework)(checkpoint, dtype)
         self.config = VisionConfig.from_pretrained(checkpoint)
+        self.buckets = call_buckets(self.config, budget)
+        self.encode = find_loader(framework)(checkpoint, dtype, self.buckets)
         self.dtype, self.output, self.store = dtype, output, store
         self.budget, self.strict = budget, strict
         self.busy = _Busy()
@@ -146,7 +150,7 @@ class TowerStage:
             images=len(errors) - refused,
             refused=refused,
             patches=patches,
-            padding=choose_bucket(self.config, grid_thw).tokens - patches,  # as on a GPU
+            padding=choose_bucket(self.config, grid_thw, self.buckets).tokens - patches,
             busy=self.busy.taken(),
         )
 

@@ -25,7 +25,7 @@ SIZES = Sizes(
     pixels=(4_000, 20_000),
     sample=3,
     checked=2,
-    batch_tokens=160,
+    batch_tokens=200,
     seconds=0.0,
     config=CONFIG,
 )

@@ -15,7 +15,7 @@ from flax_models import VisionConfig
 from flax_models.ray_data.patches import Preprocessing
 
 
-def load(checkpoint, dtype):
+def load(checkpoint, dtype, token_buckets):
     config = VisionConfig.from_pretrained(checkpoint)
     if Path(checkpoint, "broken").exists():
         raise ValueError("the stand-in is broken")

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from flax_models import ImageConfig, VisionConfig, choose_bucket
+from flax_models.common.grid import MAX_TOKENS
 from flax_models.common.images import smart_resize
-from flax_models.ray_data.calls import plan_calls
+from flax_models.ray_data.calls import call_buckets, plan_calls
 
-BUDGET = 16384
+BUDGET = 20480
 
 
 def photographs(config, number, max_pixels):
@@ -26,12 +27,17 @@ def photographs(config, number, max_pixels):
 
 def blocks(tokens):
     """Cut as Ray cuts blocks of four calls, in the source's order."""
-    return np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(tokens.cumsum() // 65536)) + 1)
+    return np.split(
+        np.arange(len(tokens)), np.flatnonzero(np.diff(tokens.cumsum() // (4 * BUDGET))) + 1
+    )
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize("max_pixels", [256 * 28 * 28, 1280 * 28 * 28])
-def test_padding_of_a_mix_of_photographs(model_type, max_pixels):
+@pytest.mark.parametrize(
+    ("max_pixels", "most", "programs"),
+    [(256 * 28 * 28, 0.05, 5), (1280 * 28 * 28, 0.04, 4), (16384 * 28 * 28, 0.08, 14)],
+)
+def test_padding_of_a_mix_of_photographs(model_type, max_pixels, most, programs):
     config = VisionConfig.of(model_type) if model_type != "qwen2_5_vl" else VisionConfig()
     grids = photographs(config, 2000, max_pixels)
     tokens = grids.prod(axis=1)
@@ -41,13 +47,20 @@ def test_padding_of_a_mix_of_photographs(model_type, max_pixels):
         for call in plan_calls(tokens[block].tolist(), BUDGET)
     ]
     assert sorted(np.concatenate(calls)) == list(range(len(grids)))
-    assert max(tokens[call].sum() for call in calls) <= BUDGET
-    buckets = [choose_bucket(config, grids[call]) for call in calls]
+    assert all(tokens[call].sum() <= BUDGET or len(call) == 1 for call in calls)
+    sizes = call_buckets(config, BUDGET)
+    buckets = [choose_bucket(config, grids[call], sizes) for call in calls]
     padding = 1 - tokens.sum() / sum(bucket.tokens for bucket in buckets)
-    assert padding < 0.05
-    assert len(set(buckets)) <= 16
-    one_by_one = sum(choose_bucket(config, grid[None]).tokens for grid in grids)
-    assert padding < 0.5 * (1 - tokens.sum() / one_by_one)
+    assert padding < most
+    assert len(set(buckets)) <= programs
+
+
+def test_calls_are_padded_to_quarters_of_the_budget_and_by_eighths_beyond():
+    config = VisionConfig()
+    assert call_buckets(config, BUDGET)[:6] == (5120, 10240, 15360, 20480, 23040, 25920)
+    assert call_buckets(config, 1)[:2] == (8, 16)
+    assert all(size % 8 == 0 for size in call_buckets(config, 100))
+    assert call_buckets(config, BUDGET)[-1] >= MAX_TOKENS
 
 
 def test_an_image_beyond_the_budget_is_a_call_alone():

@@ -106,7 +106,7 @@ def test_a_tower_in_pytorch(cluster, photographs, tmp_path):
         found |= {row.pop("name"): row for row in rows(table)}
     assert found.pop("bad")["error"] == "No such file or directory"
     assert sorted(found) == names
-    tower = find_loader("torch")(str(checkpoint), "bfloat16")
+    tower = find_loader("torch")(str(checkpoint), "bfloat16", (1024,))
     images = ImageConfig.from_pretrained(checkpoint)
     for name, row in found.items():
         pixel_values, grid_thw = preprocess(photographs / name, images)
