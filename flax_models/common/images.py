@@ -2,14 +2,17 @@
 
 import functools
 import io
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
+import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from flax_models.common.config import check_name
 from flax_models.common.errors import ImageError
 from flax_models.common.image_config import ImageConfig
 from flax_models.common.resample import resize_bicubic
@@ -27,6 +30,9 @@ _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF
 # Pillow's modes of 16-bit and 32-bit integers and of fp32.
 _DEEP_MODES = ("I", "F")
 
+# Patches that are looked up together, which stay in a cache.
+_LOOKED_UP = 512
+
 # From an EXIF orientation to upright; the values are those of the tag in TIFF 6.0.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -40,6 +46,7 @@ _TURNS = {
 
 ImageLike = Image.Image | np.ndarray | str | os.PathLike[str] | bytes
 Backend = Literal["torchvision", "pil"]
+PATCH_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def preprocess(
@@ -47,6 +54,7 @@ def preprocess(
     config: ImageConfig | None = None,
     *,
     backend: Backend = "torchvision",
+    dtype: str = "float32",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Resize, normalise and cut images and clips into patches.
 
@@ -73,10 +81,13 @@ def preprocess(
             on a CPU; or "pil", Pillow's, which is faster. They differ in the last bit, and in
             resized images some pixels by a grey level; where Pillow 13 resizes columns before rows,
             beside sharp edges by ten and more. Neither needs torchvision; Pillow decodes for both.
+        dtype: what pixel values are rounded to: "float32", which keeps them, or "bfloat16" or
+            "float16", as a tower of that dtype would round them.
 
     Returns:
-        pixel_values: fp32 [tokens, 3 x temporal_patch_size x patch_size^2], a patch a row, in the
-            order of channels, frames, rows, columns; rows in Hugging Face's order (see `layout`).
+        pixel_values: [tokens, 3 x temporal_patch_size x patch_size^2] in `dtype`, a patch a row, in
+            the order of channels, frames, rows, columns; rows in Hugging Face's order (see
+            `layout`).
         grid_thw: int64 [images, 3], the patches of each image or clip along time, height, width.
 
     Raises:
@@ -85,8 +96,9 @@ def preprocess(
             more than 8 bits, of which Hugging Face makes white all from 255 up (of colours Pillow
             itself takes the upper 8); an array of another shape or dtype; frames of different
             sizes; sides whose ratio passes 200; an animation in the place of several of its frames.
-        ValueError: another backend.
+        ValueError: another backend or dtype.
     """
+    check_name("dtype", dtype, PATCH_DTYPES)
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be 'torchvision' or 'pil', got {backend!r}")
     config = config or ImageConfig()
@@ -99,7 +111,7 @@ def preprocess(
         name = f"image {number}"
         frames = load_frames(item, name)
         clips.append(resize(frames, name, functools.partial(_new_size, config), backend))
-    return as_patches(clips, config, backend)
+    return as_patches(clips, config, backend, dtype)
 
 
 def check_file(path: str | os.PathLike[str], config: ImageConfig) -> None:
@@ -346,7 +358,7 @@ def _turn_upright(image: Image.Image) -> Image.Image:
 
 
 def as_patches(
-    clips: Sequence[Sequence[np.ndarray]], config: ImageConfig, backend: Backend
+    clips: Sequence[Sequence[np.ndarray]], config: ImageConfig, backend: Backend, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Normalise resized frames [3, height, width] of each clip and cut them into patches.
 
@@ -360,48 +372,62 @@ def as_patches(
         grids.append((-(-len(clip) // temporal_patch), height // patch, width // patch))
     grid_thw = np.array(grids, dtype=np.int64)
     ends = np.cumsum(grid_thw.prod(axis=1))
-    patches = np.empty((ends[-1], 3, temporal_patch, patch, patch), dtype=np.float32)
+    together = 1 + (patch % 2 == 0)
+    tables = _tables(config.image_mean, config.image_std, backend, dtype, together)
+    patches = np.empty((ends[-1], 3, temporal_patch, patch**2 // together), tables.dtype)
     for clip, grid, part in zip(clips, grids, np.split(patches, ends[:-1]), strict=True):
-        _cut_clip(clip, config, backend, part.reshape(grid[0], -1, *part.shape[1:]))
-    return patches.reshape(len(patches), -1), grid_thw
+        _cut_clip(clip, config, tables, part.reshape(grid[0], -1, *part.shape[1:]))
+    return patches.view(dtype).reshape(len(patches), -1), grid_thw
 
 
 def _cut_clip(
-    clip: Sequence[np.ndarray], config: ImageConfig, backend: Backend, patches: np.ndarray
+    clip: Sequence[np.ndarray], config: ImageConfig, tables: np.ndarray, patches: np.ndarray
 ) -> None:
-    """Write frames [3, height, width] into [time, tokens, 3, temporal_patch, patch, patch]."""
-    patch, merge, temporal_patch = config.patch_size, config.merge_size, config.temporal_patch_size
-    height, width = clip[0].shape[1] // patch, clip[0].shape[2] // patch  # in patches
-    for time, together in enumerate(patches):
-        # By merge unit's row and column, row and column within it.
-        places = together.reshape(
-            height // merge, width // merge, merge, merge, *together.shape[1:]
-        )
-        for index in range(temporal_patch):
-            number = time * temporal_patch + index
-            if number < len(clip):  # else the last frame is repeated
-                pixels = _normalise(clip[number], config, backend)
-                by_axis = pixels.reshape(
-                    3, height // merge, merge, patch, width // merge, merge, patch
-                )
-            places[:, :, :, :, :, index] = by_axis.transpose(1, 4, 2, 5, 0, 3, 6)
+    """Write frames [3, height, width] into [time, tokens, 3, temporal_patch, words of a patch]."""
+    patch, merge = config.patch_size, config.merge_size
+    height, width = (size // patch for size in clip[0].shape[1:])
+    axes = (3, height // merge, merge, patch, width // merge, merge, patch)
+    for number in range(len(patches) * config.temporal_patch_size):
+        time, index = divmod(number, config.temporal_patch_size)
+        place = patches[time, :, :, index]
+        if number >= len(clip):  # the last frame is repeated
+            place[...] = patches[time, :, :, index - 1]
+            continue
+        # By merge unit's row and column, row and column within it: bytes, which are soon moved.
+        cut = np.ascontiguousarray(clip[number].reshape(axes).transpose(1, 4, 2, 5, 0, 3, 6))
+        pixels = cut.reshape(-1, 3, patch**2).view(f"u{patch**2 // place.shape[-1]}")
+        for start, channel in itertools.product(range(0, len(pixels), _LOOKED_UP), range(3)):
+            rows = slice(start, start + _LOOKED_UP)
+            # Nothing is out of range; NumPy need not look, as it would by default.
+            place[rows, channel] = tables[channel].take(pixels[rows, channel], mode="clip")
 
 
-def _normalise(frame: np.ndarray, config: ImageConfig, backend: Backend) -> np.ndarray:
-    """A frame [3, height, width] as fp32, by Hugging Face's own steps.
+@functools.lru_cache(maxsize=8)
+def _tables(
+    mean: tuple[float, ...], std: tuple[float, ...], backend: Backend, dtype: str, together: int
+) -> np.ndarray:
+    """What a channel's pixels are normalised to, some neighbours together.
+
+    Returns:
+        [3, 256**together]: by the integer that their bytes are, the one that their values are.
+    """
+    bytes_ = np.arange(256**together, dtype=f"u{together}").view(np.uint8).reshape(-1, together)
+    values = _normalise(np.arange(256, dtype=np.uint8), mean, std, backend).astype(dtype)
+    return values.take(bytes_, axis=1).view(f"u{together * values.itemsize}")[..., 0]
+
+
+def _normalise(
+    pixels: np.ndarray, mean: tuple[float, ...], std: tuple[float, ...], backend: Backend
+) -> np.ndarray:
+    """Pixels [n] in each channel as fp32 [3, n], by Hugging Face's own steps.
 
     With Pillow values are scaled in fp64 and rounded to fp32, then shifted and divided in fp32;
     with torchvision, mean and deviation are scaled instead.
     """
-    mean, std = (np.float32(each)[:, None, None] for each in (config.image_mean, config.image_std))
+    shift, scale = (np.float32(each)[:, None] for each in (mean, std))
     if backend == "pil":
-        values = (frame * (1 / 255)).astype(np.float32)
-    else:
-        mean, std = mean * np.float32(255), std * np.float32(255)
-        values = frame.astype(np.float32)
-    values -= mean
-    values /= std
-    return values
+        return ((pixels * (1 / 255)).astype(np.float32) - shift) / scale
+    return (pixels.astype(np.float32) - shift * np.float32(255)) / (scale * np.float32(255))
 
 
 def _kind(value: Any) -> str:

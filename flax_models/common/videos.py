@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
+from flax_models.common.config import check_name
 from flax_models.common.errors import ImageError
 from flax_models.common.images import (
+    PATCH_DTYPES,
     ImageLike,
     as_patches,
     check_animations,
@@ -50,6 +52,7 @@ def preprocess_videos(
     fps: float | None = None,
     num_frames: int | None = None,
     video_fps: float | Sequence[float | None] | None = None,
+    dtype: str = "float32",
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """Sample frames of videos, resize and normalise them and cut them into patches.
 
@@ -73,10 +76,12 @@ def preprocess_videos(
         video_fps: frames a second of what is not a file, one number for all or one for each video;
             a file knows its own. None: 24 is assumed, but not for sampling by `fps` with
             Qwen2VLVideoProcessor.
+        dtype: as of `preprocess`.
 
     Returns:
-        pixel_values: fp32 [tokens, 3 x temporal_patch_size x patch_size^2], as of `preprocess`. The
-            last frame is repeated until `temporal_patch_size` divides their number.
+        pixel_values: [tokens, 3 x temporal_patch_size x patch_size^2] in `dtype`, as of
+            `preprocess`. The last frame is repeated until `temporal_patch_size` divides their
+            number.
         grid_thw: int64 [videos, 3], the patches of each video along time, height and width.
         timestamps: of each video fp64 [grid_thw[video, 0]], in seconds: of each temporal patch the
             mean of its first and last frame's, as Qwen3-VL's processor writes them into a prompt.
@@ -87,11 +92,13 @@ def preprocess_videos(
             MPEG-TS, QuickTime or WebM file; fewer frames than are asked for, or than
             `temporal_patch_size` where frames are sampled or counted by the limits.
         ValueError: both `fps` and `num_frames`; one of them or of `video_fps` that is not above 0;
-            another number of `video_fps` than videos; `fps` where a video's own is not known.
+            another number of `video_fps` than videos; `fps` where a video's own is not known;
+            another dtype.
         ImportError: a file, and PyAV is not installed.
     """
     config = config or VideoConfig()
     check_sampling(fps, num_frames)
+    check_name("dtype", dtype, PATCH_DTYPES)
     sampled = config.do_sample_frames or not (fps is num_frames is None)
     if fps is num_frames is None:
         fps, num_frames = config.fps, config.num_frames
@@ -107,7 +114,7 @@ def preprocess_videos(
             clips.append(resize(source.frames(indices), source.name, new_size, "torchvision"))
         seconds = indices / (source.fps or _ASSUMED_FPS)
         timestamps.append(_of_patches(seconds, config.temporal_patch_size))
-    return *as_patches(clips, config, "torchvision"), timestamps
+    return *as_patches(clips, config, "torchvision", dtype), timestamps
 
 
 def check_video_file(path: str | os.PathLike[str], config: VideoConfig) -> None:

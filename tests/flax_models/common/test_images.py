@@ -103,7 +103,7 @@ def test_qwen3_equals_hugging_face(size, backend):
 @both_backends
 @given(
     *(st.integers(4, 300), st.integers(4, 300), st.integers(1, 60_000), st.integers(0, 60_000)),
-    *(st.sampled_from([14, 16]), st.integers(1, 3), st.integers(1, 3)),
+    *(st.sampled_from([7, 14, 16]), st.integers(1, 3), st.integers(1, 3)),
 )
 @settings(max_examples=examples(50))
 def test_any_size_and_settings_equal_hugging_face(
@@ -186,9 +186,24 @@ def test_the_two_backends_are_near(size):
     assert np.abs(values - pillows).max() <= 2.1 * grey_level
 
 
-def test_refuses_another_backend():
+@pytest.mark.parametrize("backend", ["torchvision", "pil"])
+@pytest.mark.parametrize("patch_size", [14, 7])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_pixel_values_of_fewer_bits_are_the_same_rounded(backend, patch_size, dtype):
+    config = ImageConfig(patch_size=patch_size)
+    clip = [photograph(60, 84, seed) for seed in range(3)]
+    expected, grid_thw = preprocess([clip], config, backend=backend)
+    found, grid = preprocess([clip], config, backend=backend, dtype=dtype)
+    assert (expected.dtype, found.dtype) == ("float32", dtype)
+    np.testing.assert_array_equal(found, expected.astype(dtype))
+    np.testing.assert_array_equal(grid, grid_thw)
+
+
+def test_refuses_another_backend_or_dtype():
     with pytest.raises(ValueError, match="backend must be 'torchvision' or 'pil', got 'cuda'"):
         preprocess(photograph(56, 56), backend="cuda")
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got 'u"):
+        preprocess(photograph(56, 56), dtype="uint8")
 
 
 @pytest.mark.parametrize("frames", [1, 2, 5])

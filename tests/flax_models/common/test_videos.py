@@ -255,6 +255,7 @@ def test_refuses_fewer_frames_than_a_temporal_patch_has():
         ({"fps": 1, "num_frames": 2}, "give fps or num_frames, not both; got 1 and 2"),
         ({"fps": 1}, "sampling video 0 by fps needs its own: give video_fps"),
         ({"video_fps": -1}, "video_fps must be finite numbers above 0, got -1"),
+        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ({"video_fps": [1, 2]}, "video_fps has 2 numbers, and there are 1 videos"),
     ],
 )

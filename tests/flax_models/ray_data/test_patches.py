@@ -13,7 +13,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 
 from flax_models import ImageConfig, ImageError, VideoConfig, preprocess, preprocess_videos
-from flax_models.common.resample import resize_bicubic
+from flax_models.common.resample import resize_by_numpy
 from flax_models.ray_data import patches as patches_module
 from flax_models.ray_data.patches import Preprocessing, Report, add_patches
 from tests.video_files import write_video
@@ -107,7 +107,7 @@ def test_what_is_refused_has_its_reason_and_the_rest_goes_on(photographs, tmp_pa
 
 
 def test_a_file_that_takes_too_much_memory_is_refused(monkeypatch):
-    def preprocess(*_):
+    def preprocess(*_, **__):
         raise MemoryError
 
     monkeypatch.setattr(patches_module, "preprocess", preprocess)
@@ -142,7 +142,7 @@ def test_memory_with_one_huge_file_among_small_ones():
     """Resizing takes little more than the pixels of 80 million: 240 MB, and what is around them."""
     pixels = np.zeros((3, 4450, 4500), np.uint8)  # a quarter of them, for time
     tracemalloc.start()
-    resize_bicubic(pixels, 980, 980)
+    resize_by_numpy(pixels, 980, 980)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 0.7 * pixels.nbytes
