@@ -52,7 +52,7 @@ sanitize: setup
 
 # The main tests have gone through what hardly depends on the version: what is NumPy alone, reads and
 # writes files or checks arguments, the reference, and extreme numbers.
-OF_ANY_JAX := flax_models/common flax_models/ray_data flax_models/test_cli.py
+OF_ANY_JAX := flax_models/common flax_models/ray_data flax_models/command_line
 OF_ANY_JAX += flax_models/test_strangers.py pallas_kernels/test_arguments.py
 OF_ANY_JAX += pallas_kernels/test_stress.py
 test-newest-jax: $(NEWEST_VENV)/installed
