@@ -113,8 +113,7 @@ def _choose_bucket(
     grid = np.frombuffer(grid_bytes, dtype=np.int64).reshape(-1, 3)
     needed = count_tokens(grid)
     if token_buckets is None:
-        multiple = math.lcm(config.merge_unit, _ROWS)
-        tokens = -(-_ladder_tokens(config, needed) // multiple) * multiple
+        tokens = fitting_tokens(config, _ladder_tokens(config, needed))
         return bucket_of_tokens(config, grid, tokens)
     tokens = min((size for size in token_buckets if size >= needed), default=None)
     if tokens is None:
@@ -123,6 +122,12 @@ def _choose_bucket(
             f"({max(token_buckets):,})"
         )
     return bucket_of_tokens(config, grid, tokens)
+
+
+def fitting_tokens(config: VisionConfig, tokens: float) -> int:
+    """At least so many tokens, of whole merge units, and to whose number XLA need not pad."""
+    multiple = math.lcm(config.merge_unit, _ROWS)
+    return math.ceil(tokens / multiple) * multiple
 
 
 def bucket_of_tokens(config: VisionConfig, grid: np.ndarray, tokens: int) -> Bucket:

@@ -1,19 +1,17 @@
 """Which images go through a tower together: calls by patches, not by images."""
 
-import math
 from collections.abc import Sequence
 
+from flax_models.common.buckets import fitting_tokens
 from flax_models.common.config import VisionConfig
 from flax_models.common.grid import MAX_TOKENS
 
-# Sizes up to a budget. A size is a program, whose first call takes as long as some hundred others:
-# of a mix of photographs four pad by two percent more than a tower's own ladder, which has ten.
+# Sizes up to a budget. Each is a program, whose first call takes as long as many others; a tower's
+# own ladder, of more sizes, pads a little less.
 _STEPS = 4
 
 # From one size to the next beyond the budget, where images are calls alone.
 _GROWTH = 1.125
-
-_ROWS = 8  # XLA pads to a multiple of this in every product
 
 
 def call_buckets(config: VisionConfig, budget: int) -> tuple[int, ...]:
@@ -23,11 +21,10 @@ def call_buckets(config: VisionConfig, budget: int) -> tuple[int, ...]:
         config: the tower's configuration.
         budget: as of `plan_calls`.
     """
-    multiple = math.lcm(config.merge_unit, _ROWS)
     sizes = [budget * step / _STEPS for step in range(1, _STEPS + 1)]
     while sizes[-1] < MAX_TOKENS:
         sizes.append(sizes[-1] * _GROWTH)
-    return tuple(sorted({math.ceil(size / multiple) * multiple for size in sizes}))
+    return tuple(sorted({fitting_tokens(config, size) for size in sizes}))
 
 
 def plan_calls(tokens: Sequence[int], budget: int) -> list[list[int]]:

@@ -53,6 +53,9 @@ def test_padding_of_a_mix_of_photographs(model_type, max_pixels, most, programs)
     padding = 1 - tokens.sum() / sum(bucket.tokens for bucket in buckets)
     assert padding < most
     assert len(set(buckets)) <= programs
+    if tokens.max() < BUDGET:  # else many are calls alone
+        one_by_one = sum(choose_bucket(config, grid[None]).tokens for grid in grids)
+        assert padding < 0.5 * (1 - tokens.sum() / one_by_one)
 
 
 def test_calls_are_padded_to_quarters_of_the_budget_and_by_eighths_beyond():

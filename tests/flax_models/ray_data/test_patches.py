@@ -1,6 +1,7 @@
 """The first stage: the same bits as `preprocess`, and a reason for each file that is refused."""
 
 import os
+import sys
 import tracemalloc
 import zlib
 
@@ -136,6 +137,23 @@ def test_strict_names_what_it_stops_at(tmp_path):
         stage([{"id": "b", "image": str(tmp_path / "absent.jpg")}], strict=True)
     with pytest.raises(ValueError, match="there is no column 'image', only id"):
         stage([{"id": "b"}])
+
+
+def test_files_are_read_without_pytorch_too(photographs, monkeypatch):
+    rows = [{"image": str(photographs / "00.jpg")}]
+    expected = stage(rows)
+    asked = []
+
+    def import_module(name):
+        asked.append(name)
+        raise ImportError
+
+    patches_module._load_pytorch.cache_clear()
+    monkeypatch.setattr(patches_module.importlib, "import_module", import_module)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert stage(rows) == expected
+    assert asked == ["torch"]
+    patches_module._load_pytorch.cache_clear()
 
 
 def test_memory_with_one_huge_file_among_small_ones():
