@@ -9,6 +9,7 @@ from triton_kernels.checks import (
     check_arguments,
     check_position_values,
     check_tables_or_positions,
+    is_exporting,
     surely,
 )
 from triton_kernels.launching.backward import has_gradient_kernels, needs_lse
@@ -235,7 +236,7 @@ def _keeps_lse(tensors: tuple[torch.Tensor, ...], max_seqlen: int, implementatio
 
     An exported program is mostly for inference.
     """
-    if torch.compiler.is_exporting() or not _by_kernels(tensors, implementation):
+    if is_exporting() or not _by_kernels(tensors, implementation):
         return False
     return surely(needs_lse(tensors[0].dtype, tensors[0].shape[-1], max_seqlen))
 

@@ -240,6 +240,14 @@ def _holds(condition: bool | torch.SymBool) -> bool:
     return True
 
 
+def is_exporting() -> bool:
+    """`torch.compiler.is_exporting`, but for all that Dynamo traces before PyTorch 2.13.
+
+    There that says yes, whatever it is traced for.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def surely(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes is known to hold: False where a trace does not know."""
     if not torch.compiler.is_compiling():

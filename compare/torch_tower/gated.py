@@ -10,6 +10,7 @@ import triton.language as tl
 
 from flax_models.common.weights import Biases
 from triton_kernels.attend import runs_kernel
+from triton_kernels.checks import is_exporting
 from triton_kernels.kernels.gated import silu_times
 from triton_kernels.kernels.tiles import cast
 from triton_kernels.launching.table import next_power_of_2
@@ -108,7 +109,7 @@ def add_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -
     The product's epilogue adds it, in fp32. That of fp16 may be split into sums that are rounded,
     where the biases that it holds are beyond fp16.
     """
-    add = _add_product if torch.compiler.is_exporting() else _add_product_operator
+    add = _add_product if is_exporting() else _add_product_operator
     add(residual, x, weight)
 
 

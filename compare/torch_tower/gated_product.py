@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from compare.torch_tower.gated import gated_activation, load, unnormed_product
 from flax_models.common.weights import Biases
 from triton_kernels.attend import runs_kernel
+from triton_kernels.checks import is_exporting
 from triton_kernels.kernels.gated import place, silu_times
 from triton_kernels.kernels.tiles import cast, dot
 from triton_kernels.launching.table import next_power_of_2
@@ -51,7 +52,7 @@ def gated_product(
     In one kernel where that is faster than in two. Arguments and result, [tokens, width] in the
     dtype of the residual stream, are the twin's.
     """
-    if torch.compiler.is_exporting():  # only operators that every runtime knows
+    if is_exporting():  # only operators that every runtime knows
         product = unnormed_product(residual, weight)
         return gated_activation(product, residual, biases, eps, "reference")
     return _multiply(residual, weight, *biases, eps, implementation)

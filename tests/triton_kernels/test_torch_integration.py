@@ -302,6 +302,27 @@ def test_a_compiler_is_told_what_no_cuda_graph_can_hold(packed, options, angles,
     assert tuple(torch.Tag.cudagraph_unsafe in operator.tags for operator in found) == waits
 
 
+@both_forms
+def test_a_compiled_call_keeps_what_its_backward_pass_needs(packed):
+    """Of long segments, whatever bound was compiled before; else they are attended to twice."""
+    torch.compiler.reset()
+    found = []
+
+    def collect(graph, _):
+        found.extend(n.name for n in graph.graph.nodes if "fused_rope" in str(n.target))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=collect, bw_compiler=lambda graph, _: make_boxed_func(graph))
+    layer = lambda bound, *x: attend(packed, *x, max_seqlen=bound)  # noqa: E731
+    compiled = torch.compile(layer, backend=backend)
+    *qkv, cos, sin, cu_seqlens = arguments_of(packed)
+    for bound in (16, 4096, 8192):
+        qkv = [x.detach().requires_grad_() for x in qkv]
+        compiled(bound, *qkv, cos, sin, cu_seqlens).sum().backward()
+    name = "qkvpacked" if packed else "varlen"
+    assert found == [name, f"{name}_with_lse"]
+
+
 @EMPTY_GRAPH
 @pytest.mark.gpu
 @both_forms

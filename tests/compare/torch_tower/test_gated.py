@@ -47,6 +47,19 @@ def test_a_product_is_added_in_place(dtype):
     assert (residual.double() - exact).abs().max() <= 2 * bound
 
 
+def test_compiled_code_calls_the_operator():
+    """Which writes in place; what is exported has none of it."""
+    found = []
+
+    def collect(graph, _):
+        found.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    arguments = [torch.ones(shape, device=DEVICE) for shape in ((3, 16), (3, 24), (16, 24))]
+    torch.compile(lambda *x: add_product(*x), backend=collect)(*arguments)
+    assert [name for name in found if "add_product" in name]
+
+
 def test_the_operator_is_as_it_says():
     residual, x, weight = (
         torch.ones(shape, device=DEVICE) for shape in ((3, 16), (3, 24), (16, 24))
