@@ -23,6 +23,8 @@ from compare.workloads.kernels import Embedding, KernelWorkload
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 SDPA = "SDPA"  # by the backend that PyTorch chooses
+# Bytes of a row of K above which its tiles, which hold whole heads, are beyond shared memory, and
+# take minutes to compile.
 _FLEX_WIDEST = 1024
 _FFPA_WIDTHS = range(320, 1025)
 _CUTE_WIDTH = 512
@@ -119,10 +121,9 @@ def _backend(backend: SDPBackend, workload: KernelWorkload) -> Attention:
 def _flex(workload: KernelWorkload) -> Attention:
     from torch.nn.attention.flex_attention import flex_attention
 
-    if workload.head_dim > _FLEX_WIDEST:
-        raise UnavailableError(
-            f"not tried above {_FLEX_WIDEST:,} columns: its tiles hold whole heads"
-        )
+    widest = _FLEX_WIDEST // getattr(torch, workload.dtype).itemsize
+    if workload.head_dim > widest:
+        raise UnavailableError(f"not tried above {widest:,} columns: its tiles hold whole heads")
     return flex_attention
 
 

@@ -66,9 +66,11 @@ def caches_filled(
         used = {_PROGRAMS: before[_PROGRAMS] or directory, _KEPT_AFTER: 0}
         variables = _SHARING | {name.upper(): str(value) for name, value in used.items()}
         most = min(_MOST_PROCESSES, environment.cores())
-        done = on_each(workloads, most, _call_each, implementations, variables=variables)
+        # One by one, as some take minutes, and others of the same workload must not wait for them.
+        calls = [(w, i) for w in workloads for i in range(len(implementations(w)))]
+        done = on_each(calls, most, _call, implementations, variables=variables)
         try:
-            for _ in progress(workloads, "filling caches"):
+            for _ in progress(calls, "filling caches"):
                 next(done)
         except BrokenProcessPool as error:
             say(f"Not all caches are filled: {one_line(error)}")
@@ -81,15 +83,15 @@ def caches_filled(
                 jax.config.update(name, value)
 
 
-def _call_each(
-    workload: KernelWorkload,
+def _call(
+    call: tuple[KernelWorkload, int],
     implementations: Callable[[KernelWorkload], Sequence[KernelImplementation]],
 ) -> None:
-    """In a process of its own: every implementation's first call, whatever comes of it."""
-    for implementation in implementations(workload):
-        _ready(implementation, workload)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # other processes want it, too
+    """In a process of its own: one implementation's first call, whatever comes of it."""
+    workload, index = call
+    _ready(implementations(workload)[index], workload)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # other processes want it, too
 
 
 def draw_inputs(workloads: Sequence[KernelWorkload]) -> list[KernelInputs]:

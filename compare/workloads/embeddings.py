@@ -30,7 +30,8 @@ _LENGTHS = (16, 64, 1024)
 # Of longer segments wider heads are no attention that anybody computes: it would be all products.
 _WIDEST_LONG = 4096
 # Of the widths above.
-_CUDNN_WIDEST, _CUDNN_JAX_WIDEST, _FLEX_WIDEST, _FFPA_WIDTH = 128, 128, 512, 512
+_CUDNN_WIDEST, _CUDNN_JAX_WIDEST, _FFPA_WIDTH = 128, 128, 512
+_FLEX_WIDEST = {"fp32": 128, "bf16": 512}
 
 # What targets and write-ups name: one segment alone, many, long ones.
 NAMED_SHAPES = tuple(
@@ -81,7 +82,7 @@ def _takers(embedding: Embedding, precision: str, width: int) -> tuple[str, ...]
     in_bf16 = precision == "bf16"
     if in_bf16 and width <= _CUDNN_WIDEST:
         behind.append("cuDNN SDPA")
-    if width <= _FLEX_WIDEST:
+    if width <= _FLEX_WIDEST[precision]:
         behind.append("FlexAttention")
     if in_bf16 and width == _FFPA_WIDTH:
         behind += ["ffpa-attn", "ffpa-attn CuTeDSL"]

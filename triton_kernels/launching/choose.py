@@ -81,7 +81,6 @@ _MOST_SPLITS = 32
 MIN_COLUMNS = 16
 
 
-@functools.cache
 def head_split(head_dim: int) -> tuple[int, int]:
     """The narrowest main and tail tile, powers of two, that hold head_dim columns.
 
