@@ -23,8 +23,8 @@ from compare.workloads.kernels import Embedding, KernelWorkload
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 SDPA = "SDPA"  # by the backend that PyTorch chooses
-# Bytes of a row of K above which its tiles, which hold whole heads, are beyond shared memory, and
-# take minutes to compile.
+# Bytes of a row of K. FlexAttention's tiles hold whole heads: twice as many, in 64 rows of Q and 32
+# of K and V, are beyond the shared memory of a Hopper GPU.
 _FLEX_WIDEST = 1024
 _FFPA_WIDTHS = range(320, 1025)
 _CUTE_WIDTH = 512

@@ -11,6 +11,7 @@ import triton_kernels
 from tests.kernel_cases import make_case
 from tests.triton_kernels.adapter import DEVICE, public_function, to_torch
 from triton_kernels.launching import fast_path
+from triton_kernels.launching.backward import needs_lse
 
 both_forms = pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 # PyTorch warns of the empty graph that keeps a pool alive, and of one whose capture was given up.
@@ -321,6 +322,14 @@ def test_a_compiled_call_keeps_what_its_backward_pass_needs(packed):
         compiled(bound, *qkv, cos, sin, cu_seqlens).sum().backward()
     name = "qkvpacked" if packed else "varlen"
     assert found == [name, f"{name}_with_lse"]
+
+
+def test_what_a_compiler_traces_is_not_cached():
+    """Dynamo warns of cached functions, once in a process, and warnings are errors here."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.warn_once_cache.clear()
+    choose = lambda x: x if needs_lse(torch.bfloat16, 80, 4096) else -x  # noqa: E731
+    assert torch.compile(choose, backend="eager", fullgraph=True)(torch.ones(1)) == 1
 
 
 @EMPTY_GRAPH

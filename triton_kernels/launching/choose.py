@@ -81,6 +81,7 @@ _MOST_SPLITS = 32
 MIN_COLUMNS = 16
 
 
+# Compiled calls trace it, and Dynamo warns of functions that are cached.
 def head_split(head_dim: int) -> tuple[int, int]:
     """The narrowest main and tail tile, powers of two, that hold head_dim columns.
 
