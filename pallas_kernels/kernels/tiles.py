@@ -104,6 +104,21 @@ def dot(
     return product if acc is None else acc + product
 
 
+def add_product(
+    acc: jax.Array, a: jax.Array, b: jax.Array, precision: str = "ieee"
+) -> jax.Array:  # fmt: skip
+    """acc + a b, of which in fp32 a b is summed by itself.
+
+    One sum through all chunks of a wide head, or all keys, would be rounded as often as it has
+    terms. 16-bit operands are rounded more than that.
+    """
+    if a.dtype != jnp.float32:
+        return dot(a, b, acc, precision)
+    # The compiler has what is added to a product be where its sum starts: not what it is subtracted
+    # from.
+    return acc - dot(-a, b, None, precision)
+
+
 def exp2(x: jax.Array, interpreted: bool) -> jax.Array:
     """2 ** x by one instruction, which flushes results below 2 ** -126 to 0.
 

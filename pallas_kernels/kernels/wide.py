@@ -18,6 +18,7 @@ from pallas_kernels.kernels.tiles import (
     Ref,
     Rows,
     Scalar,
+    add_product,
     dot,
     embedded_tile,
     exp2,
@@ -188,7 +189,7 @@ def add_products(
         if k.rows is q.rows and k.embed == q.embed:  # within one segment's tile
             k_angles = q_angles
         q_tile, k_tile = chunk_of(q, q_angles, column), chunk_of(k, k_angles, column)
-        return dot(q_tile, k_tile.T, logits, cut.precision)
+        return add_product(logits, q_tile, k_tile.T, cut.precision)
 
     return jax.lax.fori_loop(first_chunk, end_chunk, add_chunk, logits)
 

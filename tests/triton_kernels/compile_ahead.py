@@ -34,6 +34,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from tests.triton_kernels.machine_code import (
+    chained_products,
     first_operands,
     late_loads,
     loop_spills,
@@ -330,6 +331,7 @@ def compile_variant(variant: Variant, every: bool = True) -> list[dict]:
                 "serial_loops": serial_loops(sass),
                 "late_loads": late_loads(sass),
                 "narrow_stores": narrow_stores(sass),
+                "chained_products": chained_products(compiled.asm.get("ttir", "")),
                 "first_operands": first_operands(compiled.asm["ttgir"]),
                 "descriptors": len(descriptors),
                 "broken_descriptors": broken,

@@ -72,6 +72,15 @@ def narrow_stores(sass: str) -> int:
     return sum(name.startswith("STG") and ".128 " not in name for name in names)
 
 
+def chained_products(ttir: str) -> int:
+    """fp32 products that are summed behind what they are added to, as the compiler likes it.
+
+    (Triton's IR is read, before it makes several products of one.)
+    """
+    found = re.findall(r"tt\.dot %\S+, %\S+, %(\w+).*? : tensor<\w+xf32> \*", ttir)
+    return sum(not name.startswith("cst") for name in found)
+
+
 def first_operands(ttgir: str) -> tuple[int, int]:
     """Hopper's products whose first operand is in shared memory, and those that have registers.
 

@@ -46,6 +46,21 @@ def dot(a, b, acc=None, PRECISION: tl.constexpr = IEEE):
 
 
 @triton.jit
+def add_product(acc, a, b, PRECISION: tl.constexpr = IEEE):
+    """acc + a b, of which in fp32 a b is summed by itself.
+
+    One sum through all chunks of a wide head, or all keys, would be rounded as often as it has
+    terms. 16-bit operands are rounded more than that.
+    """
+    if a.dtype != tl.float32:
+        return dot(a, b, acc, PRECISION)
+    else:
+        # The compiler has what is added to a product be where its sum starts: not what it is
+        # subtracted from.
+        return acc - dot(-a, b, None, PRECISION)
+
+
+@triton.jit
 def cast(x, dtype: tl.constexpr):
     """fp32 x in another dtype, rounded to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from triton_kernels.kernels.tiles import (
+    add_product,
     angles_from,
     cast,
     dot,
@@ -186,7 +187,7 @@ def add_products(
         )  # fmt: skip
         q = embedded_tile(q, q_cos, q_sin, EMBED_Q)  # [rows of Q, COLUMNS]
         k = embedded_tile(k, k_cos, k_sin, EMBED_K)  # [rows of K, COLUMNS]
-        logits = dot(q, tl.trans(k), logits, PRECISION)
+        logits = add_product(logits, q, tl.trans(k), PRECISION)
     return logits
 
 
