@@ -23,6 +23,7 @@ from pallas_kernels.kernels.tiles import (
     Rotated,
     Rows,
     Scalar,
+    add_product,
     dot,
     embedded_tile,
     exp2,
@@ -33,14 +34,19 @@ from pallas_kernels.kernels.tiles import (
 )
 from pallas_kernels.kernels.wide import Chunks, Cut, add_products
 
+# Sums of the result: a tile, of heads in chunks several.
+Tiles = jax.Array | tuple[jax.Array, ...]
 # Of each query row over all keys: what was subtracted from its logits, the sum of probabilities,
 # and of V by these [block, main] and [block, tail] (None where there is no tail).
-Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+Sums = tuple[jax.Array, jax.Array, Tiles, jax.Array | None]
 
 # Sums of a row that are kept apart until its last key: a tile's columns PARTS apart lie in one
 # thread's registers, and adding those up takes no exchange between threads. PARTS divides every
 # key tile, of which products want 16 columns at least.
 PARTS = 8
+# Columns of a tile of a wide head's result, of which a program has several: what a product takes
+# beside its sums is that much smaller.
+RESULT_TILE = 128
 
 
 def is_online(dtype: jax.typing.DTypeLike, head_dim: int, max_seqlen: int) -> bool:
@@ -68,7 +74,7 @@ def visit_segment(
     key_rows = jnp.arange(block_k, dtype=jnp.int32)
     row_max = jnp.full((block,), -jnp.inf, jnp.float32)
     row_sums = jnp.zeros((block, PARTS), jnp.float32)
-    acc = jnp.zeros((block, main), jnp.float32)
+    acc = zero_tiles(block, main, cut)
     acc_tail = jnp.zeros((block, tail), jnp.float32) if tail > 0 else None
     first_rows = Rows(start, block_k, key_rows < keys)
     if not online:
@@ -130,11 +136,8 @@ def visit_keys(
     row_max, row_sums, acc, acc_tail = state
     # The products wait for their copies in the order of these loads. Two copies of K are through
     # before V is: if there is a tail, K comes first. Without one that loses.
-    precision, end = "ieee", None
-    if cut is not None:
-        precision, end = cut.precision, pl.cdiv(head_dim, main) * main
-    if tail == 0:
-        v = load_columns(v_head, rows, first_column, main, head_dim, v_shift, end)
+    if tail == 0 and cut is None:
+        v = load_columns(v_head, rows, 0, main, head_dim, v_shift)  # [block_k, main]
     logits = key_logits(
         k_head, cos_ref, sin_ref, rows, q, q_tail, cut, tail_logits,
         main=main, tail=tail, embed_k=embed_k,
@@ -147,7 +150,7 @@ def visit_keys(
         new_max = jnp.maximum(row_max, jnp.max(logits, axis=1))
         p = exp2((logits - new_max[:, None]) * scale_log2, interpreted)
         decay = exp2((row_max - new_max) * scale_log2, interpreted)[:, None]
-        row_max, row_sums, acc = new_max, row_sums * decay, acc * decay
+        row_max, row_sums, acc = new_max, row_sums * decay, scaled_tiles(acc, decay)
         if tail > 0:
             acc_tail = acc_tail * decay
     else:
@@ -155,12 +158,42 @@ def visit_keys(
         p = exp2(logits * scale_log2 - (row_max * scale_log2)[:, None], interpreted)
     parts = p.reshape(p.shape[0], p.shape[1] // PARTS, PARTS)
     row_sums += jnp.sum(parts, axis=1)
-    p = p.astype(v.dtype)
+    p = p.astype(v_head.ref.dtype)
 
-    acc = dot(p, v, acc, precision)
+    if cut is None:
+        acc = dot(p, v, acc)
+    else:
+        end = pl.cdiv(head_dim, main) * main
+        acc = add_value_products(acc, p, v_head, rows, first_column, end, cut)
     if tail > 0:
         acc_tail = dot(p, v_tail, acc_tail)
     return row_max, row_sums, acc, acc_tail
+
+
+def zero_tiles(rows: int, width: int, cut: Cut | None) -> Tiles:
+    """Sums of the result: a tile, of heads in chunks several of RESULT_TILE columns at most."""
+    if cut is None:
+        return jnp.zeros((rows, width), jnp.float32)
+    tile = min(width, RESULT_TILE)
+    return tuple(jnp.zeros((rows, tile), jnp.float32) for _ in range(width // tile))
+
+
+def scaled_tiles(acc: Tiles, factor: jax.Array) -> Tiles:
+    """Sums of the result, a tile or several, by a factor for each row."""
+    return jax.tree.map(lambda tile: tile * factor, acc)
+
+
+def add_value_products(
+    acc: tuple[jax.Array, ...], p: jax.Array, v_head: Head, rows: Rows, first_column: Scalar,
+    end: int, cut: Cut,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Sums of the result with those of one block of keys, tile by tile of a wide head's columns."""
+    tile = acc[0].shape[1]
+    tiles = ()
+    for i in range(len(acc)):
+        v = load_columns(v_head, rows, first_column + i * tile, tile, cut.head_dim, end=end)
+        tiles += (add_product(acc[i], p, v, cut.precision),)
+    return tiles
 
 
 def key_logits(

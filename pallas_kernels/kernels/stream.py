@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.checks import MAX_TILED_HEAD_DIM
-from pallas_kernels.kernels.softmax import Sums, reference_fits, visit_segment
+from pallas_kernels.kernels.softmax import Sums, reference_fits, scaled_tiles, visit_segment
 from pallas_kernels.kernels.tiles import (
     Embedding,
     Head,
@@ -186,7 +186,7 @@ def attend_segments(
         row_max, row_sum, acc, acc_tail = visit(start, keys, online=online)
         divisor = jnp.where(row_sum == 0.0, 1.0, row_sum)  # 0: an empty segment
         rescale = (1.0 / divisor)[:, None]
-        out = acc * rescale
+        out = scaled_tiles(acc, rescale)
         out_tail = acc_tail * rescale if tail > 0 else None
         mask = (token >= start) & (token < end) & wanted
         covered |= mask
@@ -200,8 +200,10 @@ def attend_segments(
         if lse_ref is not None:
             lse = row_max * scale_log2 + jnp.log2(divisor)
             store_numbers(lse_ref, out_head.head, rows, lse)
-        out = out.astype(dtype)
-        store_columns(out_head, rows, out, first_column, main, head_dim, v_shift, end_column)
+        for i, tile in enumerate(out if isinstance(out, tuple) else (out,)):
+            width = tile.shape[1]
+            place = first_column + i * width, width, head_dim, v_shift, end_column
+            store_columns(out_head, rows, tile.astype(dtype), *place)
         if tail > 0:
             store_columns(out_head, rows, out_tail.astype(dtype), main, tail, head_dim, v_shift)
         return covered, misfits
@@ -214,11 +216,12 @@ def hoists(head_dim: int, dtype: jax.typing.DTypeLike, columns: int | None) -> b
     """Whether the compiler may move values out of the loop over segments.
 
     There they stay alive through the loop over keys, in registers or in memory. Only wide heads in
-    chunks or not as wide, and fp32, short of registers in any case, run faster that way. No other
-    kernel nests loops.
+    chunks or not as wide, and fp32, short of registers in any case, run faster that way; not the
+    two at once, whose products take all. No other kernel nests loops.
     """
-    spare = head_dim <= MAX_TILED_HEAD_DIM or columns is not None
-    return (head_dim > 128 and spare) or dtype == jnp.float32
+    if dtype == jnp.float32:
+        return columns is None
+    return head_dim > 128 and (head_dim <= MAX_TILED_HEAD_DIM or columns is not None)
 
 
 def last_start_at(cu_seqlens_ref: Ref, token: Scalar, segments: int) -> Scalar:

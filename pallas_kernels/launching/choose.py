@@ -58,9 +58,9 @@ _warp_specialized = jax.make_user_context(True)
 # Of wide heads: the longest segment whose logits one tile holds, and what every chunk's columns
 # divide.
 WIDE_LIMIT, WIDEST_CHUNK = 64, 128
-# How fp32 is multiplied in short and in long segments of these, see `tiles.dot`: tensor cores would
-# save time where memory is not what is waited for, but their error is not tested.
-WIDE_FP32, LONG_WIDE_FP32 = "ieee", "ieee"
+# How fp32 is multiplied in short and in long segments of these, see `tiles.dot`: of long ones the
+# products are so many that without tensor cores these alone would take what SDPA takes.
+WIDE_FP32, LONG_WIDE_FP32 = "ieee", "tf32x3"
 # The most programs that share the columns of one; of segments of up to 32 tokens twice as many. By
 # arithmetic, not measured yet.
 _MOST_SPLITS = 32

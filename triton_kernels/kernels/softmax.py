@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.kernels.tiles import (
+    add_product,
     angles_from,
     cast,
     dot,
@@ -29,6 +30,9 @@ from triton_kernels.kernels.wide import add_products
 # thread's registers, and adding those up takes no exchange between threads. PARTS divides every
 # key tile, of which products want 16 columns at least.
 PARTS: tl.constexpr = tl.constexpr(8)
+# Columns of a tile of a wide head's result, of which a program has several: what a product takes
+# beside its sums is that much smaller.
+RESULT_TILE: tl.constexpr = tl.constexpr(128)
 
 
 def is_online(dtype: torch.dtype, head_dim: int, max_seqlen: int) -> bool:
@@ -68,7 +72,7 @@ def visit_segment(
     angle_step = angle_stride.to(tl.int64) * BLOCK_K
     row_max = tl.full([BLOCK], -float("inf"), tl.float32)
     row_sums = tl.zeros([BLOCK, PARTS], tl.float32)
-    acc = tl.zeros([BLOCK, MAIN], tl.float32)
+    acc = zero_tiles(BLOCK, MAIN, COLUMNS)
     acc_tail = tl.zeros([BLOCK, TAIL if TAIL > 0 else 1], tl.float32)
     if not ONLINE:
         logits = key_logits(
@@ -133,18 +137,8 @@ def visit_keys(
     """Add one block of keys to the sums."""
     # The products wait for their copies in the order of these loads. Two copies of K are through
     # before V is: if there is a tail, K comes first. Without one that loses.
-    if TAIL == 0:
-        v = load_columns(
-            v_ptr,
-            v_stride,
-            rows,
-            mask,
-            0 if first_column is None else first_column,
-            MAIN,
-            HEAD_DIM,
-            v_shift,
-            END,
-        )  # [BLOCK_K, MAIN]
+    if TAIL == 0 and COLUMNS is None:
+        v = load_columns(v_ptr, v_stride, rows, mask, 0, MAIN, HEAD_DIM, v_shift)  # [BLOCK_K, MAIN]
     logits = key_logits(
         k_ptr, cos_ptr, sin_ptr, k_stride, angle_stride, rows, mask,
         q, q_tail, head, tail_logits, COLUMNS, EMBED_Q, PRECISION,
@@ -158,18 +152,65 @@ def visit_keys(
         new_max = tl.maximum(row_max, tl.max(logits, 1))
         p = tl.exp2((logits - new_max[:, None]) * scale_log2)
         decay = tl.exp2((row_max - new_max) * scale_log2)[:, None]
-        row_max, row_sums, acc, acc_tail = new_max, row_sums * decay, acc * decay, acc_tail * decay
+        row_max, row_sums = new_max, row_sums * decay
+        acc, acc_tail = scaled_tiles(acc, decay, COLUMNS), acc_tail * decay
     else:
         # One multiply-add. How the scaled reference rounds is the same for a whole row: it cancels.
         p = tl.exp2(logits * scale_log2 - (row_max * scale_log2)[:, None])
     parts = tl.reshape(p, [p.shape[0], p.shape[1] // PARTS, PARTS])
     row_sums += tl.sum(parts, 1)
-    p = cast(p, v.dtype)
+    p = cast(p, v_ptr.dtype.element_ty)
 
-    acc = dot(p, v, acc, PRECISION)
+    if COLUMNS is None:
+        acc = dot(p, v, acc)
+    else:
+        acc = add_value_products(
+            acc, p, v_ptr, v_stride, rows, mask, first_column, HEAD_DIM, END, PRECISION
+        )
     if TAIL > 0:
         acc_tail = dot(p, v_tail, acc_tail)
     return row_max, row_sums, acc, acc_tail
+
+
+@triton.jit
+def zero_tiles(ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums of the result: a tile, of heads in chunks several of RESULT_TILE columns at most."""
+    if COLUMNS is None:
+        return tl.zeros([ROWS, WIDTH], tl.float32)
+    else:
+        TILE: tl.constexpr = min(WIDTH, RESULT_TILE)
+        tiles = ()
+        for _ in tl.static_range(WIDTH // TILE):
+            tiles += (tl.zeros([ROWS, TILE], tl.float32),)
+        return tiles
+
+
+@triton.jit
+def scaled_tiles(acc, factor, COLUMNS: tl.constexpr):
+    """Sums of the result, a tile or several, by a factor for each row."""
+    if COLUMNS is None:
+        return acc * factor
+    else:
+        tiles = ()
+        for i in tl.static_range(len(acc)):
+            tiles += (acc[i] * factor,)
+        return tiles
+
+
+@triton.jit
+def add_value_products(
+    acc, p, v_ptr, v_stride, rows, mask, first_column,
+    HEAD_DIM: tl.constexpr, END: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sums of the result with those of one block of keys, tile by tile of a wide head's columns."""
+    TILE: tl.constexpr = acc[0].shape[1]
+    tiles = ()
+    for i in tl.static_range(len(acc)):
+        v = load_columns(
+            v_ptr, v_stride, rows, mask, first_column + i * TILE, TILE, HEAD_DIM, None, END
+        )
+        tiles += (add_product(acc[i], p, v, PRECISION),)
+    return tiles
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.checks import MAX_TILED_HEAD_DIM
-from triton_kernels.kernels.softmax import reference_fits, visit_segment
+from triton_kernels.kernels.softmax import reference_fits, scaled_tiles, visit_segment
 from triton_kernels.kernels.tiles import (
     angles_from,
     cast,
@@ -224,9 +224,10 @@ def attend_segments(
     misfits = tl.zeros([BLOCK], tl.int1)
     # What is moved out of this loop stays alive through the loop over keys, in registers or in
     # memory. Only wide heads in chunks or not as wide, and fp32, short of registers in any case,
-    # run faster that way.
+    # run faster that way; not the two at once, whose products take all.
     SPARE: tl.constexpr = HEAD_DIM <= WIDEST_IN_ROWS or COLUMNS is not None
-    HOIST: tl.constexpr = (HEAD_DIM > 128 and SPARE) or dtype == tl.float32
+    IS_SINGLE: tl.constexpr = dtype == tl.float32
+    HOIST: tl.constexpr = COLUMNS is None if IS_SINGLE else HEAD_DIM > 128 and SPARE
     for segment in tl.range(first_segment, last_segment + 1, disable_licm=not HOIST):
         start, end = segment_bounds(cu_seqlens_ptr, segment, tokens)
         keys = tl.where(end > block_start, end - start, 0)  # 0: only padding follows it
@@ -239,7 +240,7 @@ def attend_segments(
         )  # fmt: skip
         divisor = tl.where(row_sum == 0.0, 1.0, row_sum)  # 0: an empty segment
         rescale = (1.0 / divisor)[:, None]
-        out, out_tail = acc * rescale, acc_tail * rescale
+        out, out_tail = scaled_tiles(acc, rescale, COLUMNS), acc_tail * rescale
         mask = (token >= start) & (token < end) & wanted
         covered = covered | mask
         if SHORTEST > 0:
@@ -250,20 +251,18 @@ def attend_segments(
             mask = mask & fits
         if lse_ptr is not None:
             tl.store(lse_ptr + rows, row_max * scale_log2 + tl.log2(divisor), mask=mask)
-        out, out_tail = cast(out, dtype), cast(out_tail, dtype)
-        store_columns(
-            out_ptr,
-            out_stride,
-            rows,
-            mask,
-            out,
-            0 if first_column is None else first_column,
-            MAIN,
-            HEAD_DIM,
-            v_shift,
-            END,
-        )
+        if COLUMNS is not None:
+            TILE: tl.constexpr = out[0].shape[1]
+            for i in tl.static_range(len(out)):
+                store_columns(
+                    out_ptr, out_stride, rows, mask, cast(out[i], dtype), first_column + i * TILE,
+                    TILE, HEAD_DIM, None, END,
+                )  # fmt: skip
+        else:
+            out = cast(out, dtype)
+            store_columns(out_ptr, out_stride, rows, mask, out, 0, MAIN, HEAD_DIM, v_shift)
         if TAIL > 0:
+            out_tail = cast(out_tail, dtype)
             store_columns(out_ptr, out_stride, rows, mask, out_tail, MAIN, TAIL, HEAD_DIM, v_shift)
     return covered, misfits
 
