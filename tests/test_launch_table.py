@@ -200,22 +200,20 @@ def test_every_call_of_wide_heads_finds_a_launch(module, table, launch):
             assert launch.WIDEST_CHUNK % found.columns == 0
         for kernel, length in (("rotate", 1), ("stream", 2**30), ("rotating_stream", 65)):
             found = table.find(gpu, module.Shape(kernel, operands, head_dim, length, 1))
-            if kernel == "stream" and found.columns is None:  # whole, by GPUs that hold its tiles
-                assert (gpu.compute_capability, operands) == ("9.0", "half")
-                assert head_dim <= 512
-                continue
             assert launch.WIDEST_CHUNK % found.columns == 0
             assert kernel == "rotate" or found.out_columns >= launch.MIN_COLUMNS
 
 
 def test_programs_that_share_a_wide_head(launch):
-    """As many as keep the GPU busy; where segments and heads do, one."""
+    """As many as give each multiprocessor two; where segments and heads do, one."""
     splits = launch.column_splits
-    assert [splits(n, 512, 64, 64) for n in (1, 99, 128)] == [8, 1, 1]
-    assert [splits(n, 16384, 64, 64) for n in (1, 4, 5, 64)] == [32, 32, 24, 3]
-    assert splits(1, 16384, 64, 16) == 64
-    shares = launch.out_splits
-    assert [shares(n, 512, 64, 4) for n in (0, 1, 4, 64)] == [8, 8, 4, 1]
+    assert [splits(n, 512, 64) for n in (1, 64, 128, 133)] == [8, 4, 2, 1]
+    assert [splits(n, 16384, 64) for n in (0, 1, 4, 8, 16, 64)] == [64, 64, 32, 16, 16, 4]
+    shares = launch.out_shares
+    assert [shares(n, 512, 64, 64) for n in (0, 1, 8, 64, 128)] == [
+        *((8, 16), (8, 16), (8, 16), (2, 32), (1, 32)),
+    ]
+    assert shares(1, 16384, 128, 16) == (128, 16)
 
 
 def test_waves_that_are_just_full_are(launch, monkeypatch):

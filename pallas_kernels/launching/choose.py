@@ -58,12 +58,14 @@ _warp_specialized = jax.make_user_context(True)
 # Of wide heads: the longest segment whose logits one tile holds, and what every chunk's columns
 # divide.
 WIDE_LIMIT, WIDEST_CHUNK = 64, 128
-# How fp32 is multiplied in short and in long segments of these, see `tiles.dot`: of long ones the
-# products are so many that without tensor cores these alone would take what SDPA takes.
-WIDE_FP32, LONG_WIDE_FP32 = "ieee", "tf32x3"
-# The most programs that share the columns of one; of segments of up to 32 tokens twice as many. By
-# arithmetic, not measured yet.
-_MOST_SPLITS = 32
+# How these are multiplied in fp32, see `tiles.dot`: in segments of up to 16 tokens, which fill no
+# tensor core, and in longer ones.
+SHORT_FP32, WIDE_FP32 = "ieee", "tf32x3"
+# The most programs that share the columns of one: with twice as many, 16 tokens took three times as
+# long.
+_MOST_SPLITS = 64
+# Above so many, more partial logits cost what more programs gain.
+_MANY_SPLITS = 16
 # A tensor-core product needs 16 columns.
 MIN_COLUMNS = 16
 
@@ -88,30 +90,32 @@ def precision(dtype: DTypeLike, max_seqlen: int) -> str:
     """How wide heads are multiplied, see `tiles.dot`."""
     if dtype != jnp.float32:
         return "ieee"
-    return WIDE_FP32 if max_seqlen <= WIDE_LIMIT else LONG_WIDE_FP32
+    return SHORT_FP32 if max_seqlen <= 16 else WIDE_FP32
 
 
-def column_splits(pairs: int, head_dim: int, columns: int, block: int) -> int:
+def column_splits(pairs: int, head_dim: int, columns: int) -> int:
     """Programs that share the columns of one of so many (segment, head) pairs of wide heads.
 
-    One, unless that left a quarter of the multiprocessors idle; then as many as there are chunks
-    for, until all are busy, and by eights, as so many partial logits are loaded at once. Not more
-    than take longer to add up than they save.
+    So many that each multiprocessor has two, where one's loads pass while the other multiplies; of
+    many splits so many that it has one. By eights, as so many partial logits are loaded at once.
     """
-    if pairs >= 0.75 * _MULTIPROCESSORS:
-        return 1
-    most = _MOST_SPLITS if block > 32 else 2 * _MOST_SPLITS
-    splits = min(pl.cdiv(head_dim, columns), pl.cdiv(_MULTIPROCESSORS, max(pairs, 1)), most)
+    splits = 2 * _MULTIPROCESSORS // max(pairs, 1)
+    if splits > _MANY_SPLITS:
+        splits = max(_MANY_SPLITS, _MULTIPROCESSORS // max(pairs, 1))
+    splits = max(1, min(pl.cdiv(head_dim, columns), splits, _MOST_SPLITS))
     return splits if splits < 8 else splits // 8 * 8
 
 
-def out_splits(pairs: int, head_dim: int, columns: int, blocks: int) -> int:
-    """Programs that share the result's columns of so many blocks of query rows of each pair.
+def out_shares(pairs: int, head_dim: int, columns: int, block: int) -> tuple[int, int]:
+    """Of those that add up partial logits: how many share the result's columns, and the query rows
+    of each.
 
-    Each adds up the partial logits again, so they are to be half as many as multiprocessors.
+    Each adds up its rows' logits anew. So rows are few where few pairs have many splits, and
+    columns are shared by so many that each multiprocessor has two programs.
     """
-    splits = _MULTIPROCESSORS // 2 // max(pairs * blocks, 1)
-    return max(1, min(pl.cdiv(head_dim, columns), splits))
+    rows = min(block, MIN_COLUMNS if pairs < _MANY_SPLITS else 2 * MIN_COLUMNS)
+    splits = 2 * _MULTIPROCESSORS // max(pairs * (block // rows), 1)
+    return max(1, min(pl.cdiv(head_dim, columns), splits)), rows
 
 
 def rotated_row(heads: int, head_dim: int, in_chunks: bool = False) -> int:

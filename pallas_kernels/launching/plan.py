@@ -19,14 +19,13 @@ from pallas_kernels.kernels.window import window_kernel
 from pallas_kernels.launching.choose import (
     INVARIANT_LENGTH,
     INVARIANT_ROWS,
-    MIN_COLUMNS,
     column_splits,
     find_launch,
     head_split,
     invariant_limit,
     is_warp_specialized,
     is_wide,
-    out_splits,
+    out_shares,
     precision,
     rotated_row,
     rows_of,
@@ -311,10 +310,10 @@ def _wide_attention(
     shape = v.dtype, head_dim, serving.max_seqlen, serving.rows or tokens * heads
     launch = find_launch("wide", *shape)
     pairs, block = (cu_seqlens.shape[0] - 1) * heads, launch.block
-    splits = column_splits(pairs, head_dim, launch.columns, block)
-    # Query rows of a program that adds up partial logits: few, as there are many to add.
-    rows = block if splits == 1 else MIN_COLUMNS
-    shares = 1 if splits == 1 else out_splits(pairs, head_dim, launch.columns, block // rows)
+    splits = column_splits(pairs, head_dim, launch.columns)
+    shares, rows = 1, block
+    if splits > 1:
+        shares, rows = out_shares(pairs, head_dim, launch.columns, block)
     kernel = functools.partial(
         wide_kernel, parts=parts, heads=heads, scale_log2=scale_log2, columns=launch.columns,
         precision=products, embed_q=embed if fuse != "none" else None,

@@ -22,7 +22,6 @@ from triton_kernels.launching.choose import (
     HOPPER_ROWS,
     INVARIANT_LENGTH,
     INVARIANT_ROWS,
-    MIN_COLUMNS,
     LaunchSource,
     can_warp_specialize,
     column_splits,
@@ -32,7 +31,7 @@ from triton_kernels.launching.choose import (
     invariant_limit,
     is_warp_specialized,
     is_wide,
-    out_splits,
+    out_shares,
     precision,
     rotated_row,
     window_limit,
@@ -418,10 +417,10 @@ def _wide_attention(
         "wide", x.dtype, head_dim, serving.max_seqlen, serving.rows or tokens * heads, source
     )
     pairs, block, embed = segments * heads, launch.block, serving.embed
-    splits = column_splits(pairs, head_dim, launch.columns, block)
-    # Query rows of a program that adds up partial logits: few, as there are many to add.
-    rows = block if splits == 1 else MIN_COLUMNS
-    shares = 1 if splits == 1 else out_splits(pairs, head_dim, launch.columns, block // rows)
+    splits = column_splits(pairs, head_dim, launch.columns)
+    shares, rows = 1, block
+    if splits > 1:
+        shares, rows = out_shares(pairs, head_dim, launch.columns, block)
     overlap = splits > 1 and can_warp_specialize(source)
     numbers = tokens, segments, scale * LOG2_E, *strides
     constants = (
