@@ -1,6 +1,7 @@
 """What holds for all tests: the frameworks' environment, the `gpu` marker, hypothesis' profile."""
 
 import collections
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -43,6 +44,9 @@ if importlib.util.find_spec("jaxlib"):
             flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 interpreter.speed_up()
+# What is traced and compiled is all objects that live on: Python's collector goes through them over
+# and over, for a tenth of the time, where it may wait for more of them.
+gc.set_threshold(10_000, 10, 10)
 
 # The same examples in every run, and no failure because a shared machine was slow for a moment. The
 # contract suites are inherited: that several classes run a test is their purpose.
