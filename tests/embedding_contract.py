@@ -28,11 +28,9 @@ class EmbeddingContract:
             # Heads that a tile holds.
             (80, "bfloat16", WINDOW, "qk", "sinusoidal", None),
             (72, "float32", WINDOW, "none", "positions", None),
-            (8, "float16", WINDOW, "qk", "positions", None),
             (72, "bfloat16", STREAM, "qk", "positions", None),
             (80, "float32", STREAM, "q", "sinusoidal", None),
             # Wide ones.
-            (WIDE, "float32", 16, "qk", "rope", None),
             (WIDE, "bfloat16", 16, "none", "rope", 250),
             (520, "float16", 16, "q", "sinusoidal", None),
             (512, "float32", 16, "qk", "positions", None),

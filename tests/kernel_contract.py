@@ -37,6 +37,8 @@ CUTS = {
     "all padding behind": (0, 0, 0, 0, 0, 0, 0),
     "all padding before": (96, 96, 96, 96, 96, 96, 96),
 }
+# Full, of one token, and nearly full; of the same shapes, behind which there is padding.
+LEAKING = (0, 32, 33, 64, 64, 64, 80)
 
 
 def cut(cu_seqlens, tokens=96, **options):
@@ -53,8 +55,8 @@ class KernelContract:
     @pytest.mark.parametrize(
         ("head_dim", "max_seqlen"),
         [
-            *((64, WINDOW), (80, WINDOW), (128, WINDOW)),
-            *((72, STREAM), (80, STREAM), (96, STREAM), (128, STREAM)),
+            *((64, WINDOW), (128, WINDOW)),  # 80 in every way of fusing below
+            *((72, STREAM), (80, STREAM), (96, STREAM)),
         ],
     )
     def test_every_head_dim(self, head_dim, max_seqlen):
@@ -63,7 +65,7 @@ class KernelContract:
 
     @pytest.mark.parametrize(
         ("head_dim", "max_seqlen"),
-        [(8, WINDOW), (56, STREAM), (192, 128), (256, WINDOW), (256, 64), (256, 128)],
+        [(8, WINDOW), (192, 128), (256, 64), (256, 128)],  # 56 in the stream kernel: a dtype's
     )
     def test_other_multiples_of_8(self, head_dim, max_seqlen):
         case = make_case(LENGTHS, head_dim=head_dim, trailing=3)
@@ -75,9 +77,7 @@ class KernelContract:
             ("float16", 80, "qk", WINDOW, False),
             ("float16", 64, "none", STREAM, False),
             ("float32", 72, "q", WINDOW, True),
-            ("float32", 64, "none", WINDOW, True),
             ("float32", 80, "qk", STREAM, True),
-            ("float32", 80, "none", STREAM, False),
             ("bfloat16", 8, "qk", STREAM, True),
             ("bfloat16", 56, "q", STREAM, False),
         ],
@@ -103,11 +103,9 @@ class KernelContract:
     @pytest.mark.parametrize(
         ("head_dim", "rotary_dim", "fuse", "max_seqlen", "dtype"),
         [
-            (80, 40, "qk", WINDOW, "float32"),
             (80, 40, "none", STREAM, "float32"),
             (80, 70, "q", WINDOW, "float32"),  # 80 = 64 + 16: ends in the second part
             (128, 2, "qk", STREAM, "float32"),
-            (80, 70, "q", STREAM, "bfloat16"),
             (80, 70, "qk", WINDOW, "bfloat16"),
         ],
     )
@@ -121,7 +119,6 @@ class KernelContract:
         [
             (WINDOW, "qk", 80, None, "bfloat16", 4, 2, "qk"),
             (WINDOW, "none", 16, 6, "float32", 2, 2, "k"),
-            (STREAM, "none", 72, None, "bfloat16", 3, 3, ""),
             (STREAM, "none", 64, None, "float16", 2, 1, "qk"),
             (STREAM, "q", 80, 70, "bfloat16", 2, 2, "qk"),
             (STREAM, "qk", 80, None, "float32", 2, 1, "q"),
@@ -164,7 +161,7 @@ class KernelContract:
         assert_accurate(self.attention(case, max_seqlen=max_seqlen, fuse=fuse), case)
 
     def test_max_seqlen_may_be_any_integer(self):
-        case = make_case(LENGTHS, trailing=3)
+        case = make_case(LENGTHS, head_dim=64, trailing=3)  # as one of every width's
         assert_same_bits(
             self.attention(case, max_seqlen=np.int64(WINDOW)),
             self.attention(case, max_seqlen=WINDOW),
@@ -254,7 +251,7 @@ class KernelContract:
     @pytest.mark.parametrize(
         ("max_seqlen", "dtype", "atol", "further"),
         [
-            *((max_seqlen, "float32", 1e-5, {}) for max_seqlen in (0, 1, 9, 16, 40, 129)),
+            *((max_seqlen, "float32", 1e-5, {}) for max_seqlen in (0, 16, 40, 129)),
             *((9, "float16", 4e-3, {}), (9, "bfloat16", 3e-2, {})),
             (9, "float32", 1e-5, {"heads": 2, "group": 2, "norms": "qk"}),
         ],
@@ -276,9 +273,9 @@ class KernelContract:
     # ---- nothing leaks from a segment ----
 
     @both_kernels
-    @pytest.mark.parametrize("changed", [0, 31, 32, 45, 65, 79])
+    @pytest.mark.parametrize("changed", [0, 31, 32, 45, 79])
     def test_a_token_moves_exactly_the_rows_of_its_segment(self, changed, max_seqlen):
-        case = make_case((32, 1, 31, 16), head_dim=16, heads=1)
+        case = cut(LEAKING, head_dim=16)
         after = case.with_rows(changed, 2.0)
         before, after = (self.attention(c, max_seqlen=max_seqlen) for c in (case, after))
         ((start, end),) = [s for s in case.segments if s[0] <= changed < s[1]]
@@ -288,7 +285,7 @@ class KernelContract:
     @both_kernels
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     def test_a_broken_segment_breaks_no_other(self, value, max_seqlen):
-        case = make_case((32, 1, 31, 16), head_dim=16, heads=1)
+        case = cut(LEAKING, head_dim=16)
         start, end = case.segments[2]
         cos, sin = case.cos.copy(), case.sin.copy()
         cos[start:end] = sin[start:end] = value
@@ -298,7 +295,7 @@ class KernelContract:
         before[start:end] = after[start:end] = 0
         assert_same_bits(before, after)
 
-    @pytest.mark.parametrize(("head_dim", "max_seqlen"), [(24, WINDOW), (80, WINDOW), (72, STREAM)])
+    @pytest.mark.parametrize(("head_dim", "max_seqlen"), [(24, WINDOW), (72, STREAM)])
     def test_a_broken_head_breaks_no_other(self, head_dim, max_seqlen):
         case = make_case((17, 5), head_dim=head_dim, heads=3)
         qkv = case.qkv.copy()
@@ -315,7 +312,7 @@ class KernelContract:
         ("max_seqlen", "dtype"),
         [(16, "float32"), (WINDOW, "float32"), (STREAM, "float32"), (STREAM, "bfloat16")],
     )
-    @hostile_cu_seqlens(usual=10)
+    @hostile_cu_seqlens(usual=6)
     def test_any_cu_seqlens_is_safe(self, cu_seqlens, max_seqlen, dtype):
         case = cut(cu_seqlens, tokens=TOKENS, head_dim=16, dtype=dtype)
         result = self.attention(case, max_seqlen=max_seqlen).astype(np.float32)
