@@ -98,6 +98,8 @@ def every_variant(arch: int) -> list[Variant]:
     """Every kernel, dtype, width of a head, tile and way of fusing, though not all their mixes."""
     return [
         *usual_variants(arch),
+        Variant(arch, head_dim=128),
+        Variant(arch, head_dim=64, max_seqlen=STREAM, norms="qk"),
         Variant(arch, head_dim=96),
         Variant(arch, head_dim=72, max_seqlen=STREAM),
         Variant(arch, max_seqlen=16, rotary_dim=40),
@@ -135,7 +137,7 @@ def usual_variants(arch: int) -> list[Variant]:
     In whole images, whose kernels take long to compile: a tail, and none.
     """
     return [
-        *(Variant(arch, head_dim=head_dim) for head_dim in (64, 72, 80, 128)),
+        *(Variant(arch, head_dim=head_dim) for head_dim in (64, 72, 80)),
         *(Variant(arch, head_dim=head_dim, max_seqlen=STREAM) for head_dim in (80, 128)),
         Variant(arch, max_seqlen=128),
         Variant(arch, rotary_dim=70),  # half of it is odd
@@ -146,7 +148,6 @@ def usual_variants(arch: int) -> list[Variant]:
         Variant(arch, offset=1),
         Variant(arch, k_heads=8, norms="qk"),
         Variant(arch, max_seqlen=STREAM, fuse="q", k_heads=8, norms="qk"),
-        Variant(arch, head_dim=64, max_seqlen=STREAM, norms="qk"),
         Variant(arch, embed="sinusoidal"),
         Variant(arch, embed="positions"),
         Variant(arch, head_dim=512, dtype="float32"),
@@ -155,15 +156,17 @@ def usual_variants(arch: int) -> list[Variant]:
     ]
 
 
-def both_kernels(arch: int) -> list[Variant]:
+def both_kernels(arch: int, head_dim: int = 80) -> list[Variant]:
     """What a tower calls, in windows and in whole images."""
-    return [Variant(arch), Variant(arch, max_seqlen=STREAM)]
+    return [Variant(arch), Variant(arch, head_dim=head_dim, max_seqlen=STREAM)]
 
 
 EVERY = [variant for arch in ARCHITECTURES for variant in every_variant(arch)]
-USUAL = [*both_kernels(80), *usual_variants(90), *both_kernels(100)]
-# Whose log-sum-exps are compiled in every run: others differ from it as without them.
-KEEPING_LSE = Variant(90, max_seqlen=STREAM)
+# Of images without a tail the kernels that sm_90 has for itself, and sm_100's of all.
+USUAL = [*both_kernels(80), *usual_variants(90), *both_kernels(100, 128)]
+# Whose results are compiled in every run with log-sum-exps, and not without them; of others it is
+# the other way.
+KEEPING_LSE = Variant(90, head_dim=128, max_seqlen=STREAM)
 
 
 def table_key(record: dict) -> str:
@@ -301,14 +304,24 @@ def source(kernel: JITFunction, arguments: tuple) -> ASTSource:
     return kind(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
+def shows_the_same(variant: Variant, kernel: JITFunction, arguments: tuple) -> bool:
+    """Whether what every run compiles besides shows what is to be seen of a launch."""
+    if variant != KEEPING_LSE:
+        return keeps_lse(kernel, arguments)
+    is_twin = kernel.__name__.startswith("stream")  # of 80 columns here, of as many on sm_100
+    is_result = kernel.__name__ == "hopper_stream_kernel"
+    return is_twin or (is_result and not keeps_lse(kernel, arguments))
+
+
 def compile_variant(variant: Variant, every: bool = True) -> list[dict]:
     """Compile all kernels of one call and say what they take of a multiprocessor.
 
-    every: also those that differ from another by the log-sum-exps alone that they keep.
+    every: also those that differ from another by the log-sum-exps alone that they keep, and those
+    that serve other images than the variant's.
     """
     records = []
     for kernel, arguments, options in launches(variant):
-        if keeps_lse(kernel, arguments) and not (every or variant == KEEPING_LSE):
+        if not every and shows_the_same(variant, kernel, arguments):
             continue
         compiled = triton.compile(
             source(kernel, arguments), target=GPUTarget("cuda", variant.arch, 32), options=options
