@@ -88,7 +88,7 @@ def traced_tokens(monkeypatch):
     return tokens
 
 
-@pytest.mark.parametrize("name", ["edge_windows", "clip", "mix"])
+@pytest.mark.parametrize("name", ["edge_windows", "mix"])
 def test_a_bucketed_call_equals_the_unpadded_one(config, tower, name):
     grid = GRIDS[name]
     patches = random_patches(config, grid)

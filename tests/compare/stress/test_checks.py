@@ -40,7 +40,7 @@ SIZES = dataclasses.replace(stress_inputs.ON_CPU, hostile=12)
 ON_GPU = dataclasses.replace(
     stress_inputs.ON_GPU,
     routes=stress_inputs.ON_GPU.routes[::2],
-    hostile=90, runs=3, far_tokens=9000, long_segment=999, segments=500, fuse=("none",),
+    hostile=48, runs=3, far_tokens=9000, long_segment=999, segments=500, fuse=("none",),
     lengths=(29, 32), starts=(0, 33, 65, 200),  # tokens by eights, as the kernel's route has them
 )  # fmt: skip
 TRITON, PALLAS = SUBJECTS
@@ -424,6 +424,7 @@ def test_a_kernel_that_ends_its_process_is_a_finding_and_the_others_go_on():
 MEMORY = "hostile", "poison", "huge"
 BITS = "determinism", "place", "invariance"
 NUMBERS = "numerics", "gradients"
+TWO_DTYPES = {name: dtype for name, dtype in kernels.DTYPES.items() if name != "float16"}
 
 
 def test_every_check_and_kernel_is_tried_on_a_gpu():
@@ -447,6 +448,8 @@ def kernels_endure(subject, names):
             ):
                 pytest.skip("its warp-specialized kernel, which is to be reached, is for 0.11.2")
             monkeypatch.setattr(stress_inputs, "ON_GPU", ON_GPU)
+            if name != "numerics":  # which mind fp16's range: other checks mind how wide it is
+                monkeypatch.setattr(kernels, "DTYPES", TWO_DTYPES)
             of_kernels = {"checks": [CHECKS[name]], "subjects": [subject], "towers": []}
             [record] = checks.check_stress(seconds=0, **of_kernels)
             assert record.passed, record.note
