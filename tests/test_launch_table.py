@@ -196,7 +196,8 @@ def test_every_call_of_wide_heads_finds_a_launch(module, table, launch):
         assert launch.is_wide(head_dim)
         for length in (1, 16, 17, launch.WIDE_LIMIT):
             found = table.find(gpu, module.Shape("wide", operands, head_dim, length, 1))
-            assert found.block >= max(length, launch.MIN_COLUMNS)
+            assert found.block in (16, 32, 64)
+            assert found.block // 2 < max(length, launch.MIN_COLUMNS) <= found.block
             assert launch.WIDEST_CHUNK % found.columns == 0
         for kernel, length in (("rotate", 1), ("stream", 2**30), ("rotating_stream", 65)):
             found = table.find(gpu, module.Shape(kernel, operands, head_dim, length, 1))
@@ -207,8 +208,9 @@ def test_every_call_of_wide_heads_finds_a_launch(module, table, launch):
 def test_programs_that_share_a_wide_head(launch):
     """As many as give each multiprocessor two; where segments and heads do, one."""
     splits = launch.column_splits
-    assert [splits(n, 512, 64) for n in (1, 64, 128, 133)] == [8, 4, 2, 1]
-    assert [splits(n, 16384, 64) for n in (0, 1, 4, 8, 16, 64)] == [64, 64, 32, 16, 16, 4]
+    assert [splits(n, 512, 64, 64) for n in (1, 64, 128, 133)] == [8, 4, 2, 1]
+    assert [splits(n, 16384, 64, 64) for n in (0, 1, 4, 8, 16, 64)] == [64, 64, 32, 16, 16, 4]
+    assert splits(1, 16384, 64, 16) == 128
     shares = launch.out_shares
     assert [shares(n, 512, 64, 64) for n in (0, 1, 8, 64, 128)] == [
         *((8, 16), (8, 16), (8, 16), (2, 32), (1, 32)),

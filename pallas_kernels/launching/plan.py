@@ -310,7 +310,7 @@ def _wide_attention(
     shape = v.dtype, head_dim, serving.max_seqlen, serving.rows or tokens * heads
     launch = find_launch("wide", *shape)
     pairs, block = (cu_seqlens.shape[0] - 1) * heads, launch.block
-    splits = column_splits(pairs, head_dim, launch.columns)
+    splits = column_splits(pairs, head_dim, launch.columns, block)
     shares, rows = 1, block
     if splits > 1:
         shares, rows = out_shares(pairs, head_dim, launch.columns, block)

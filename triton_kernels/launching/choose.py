@@ -74,8 +74,7 @@ WIDE_LIMIT, WIDEST_CHUNK = 64, 128
 # How these are multiplied in fp32, see `tiles.dot`: in segments of up to 16 tokens, which fill no
 # tensor core, and in longer ones.
 SHORT_FP32, WIDE_FP32 = "ieee", "tf32x3"
-# The most programs that share the columns of one: with twice as many, 16 tokens took three times as
-# long.
+# The most programs that share the columns of one; of segments of up to 32 tokens twice as many.
 _MOST_SPLITS = 64
 # Above so many, more partial logits cost what more programs gain.
 _MANY_SPLITS = 16
@@ -117,7 +116,7 @@ def precision(dtype: torch.dtype, max_seqlen: int) -> str:
     return SHORT_FP32 if max_seqlen <= 16 else WIDE_FP32
 
 
-def column_splits(pairs: int, head_dim: int, columns: int) -> int:
+def column_splits(pairs: int, head_dim: int, columns: int, block: int) -> int:
     """Programs that share the columns of one of so many (segment, head) pairs of wide heads.
 
     So many that each multiprocessor has two, where one's loads pass while the other multiplies; of
@@ -126,7 +125,8 @@ def column_splits(pairs: int, head_dim: int, columns: int) -> int:
     splits = 2 * _MULTIPROCESSORS // max(pairs, 1)
     if splits > _MANY_SPLITS:
         splits = max(_MANY_SPLITS, _MULTIPROCESSORS // max(pairs, 1))
-    splits = max(1, min(triton.cdiv(head_dim, columns), splits, _MOST_SPLITS))
+    most = _MOST_SPLITS if block > 32 else 2 * _MOST_SPLITS
+    splits = max(1, min(triton.cdiv(head_dim, columns), splits, most))
     return splits if splits < 8 else splits // 8 * 8
 
 

@@ -417,7 +417,7 @@ def _wide_attention(
         "wide", x.dtype, head_dim, serving.max_seqlen, serving.rows or tokens * heads, source
     )
     pairs, block, embed = segments * heads, launch.block, serving.embed
-    splits = column_splits(pairs, head_dim, launch.columns)
+    splits = column_splits(pairs, head_dim, launch.columns, block)
     shares, rows = 1, block
     if splits > 1:
         shares, rows = out_shares(pairs, head_dim, launch.columns, block)
