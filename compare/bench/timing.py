@@ -154,14 +154,17 @@ def elapsed_ms(calls: Iterable[Callable[[], object]]) -> float:
     return start.elapsed_time(end)
 
 
-def time_wall(call: Callable[[], Any], synchronize: Callable[[Any], None]) -> Timing:
+def time_wall(
+    call: Callable[[], Any], synchronize: Callable[[Any], None], seconds: float = WALL_SECONDS
+) -> Timing:
     """Wall time of whole calls, each waited for: what a user of a tower sees.
 
     Args:
         call: one call; already warmed up.
         synchronize: waits until the call's result is there.
+        seconds: after so many no sample begins, if there are ten.
     """
-    return _time_calls(call, synchronize, 1, WALL_SECONDS, least=10, most=100)
+    return _time_calls(call, synchronize, 1, seconds, least=10, most=100)
 
 
 def time_row(

@@ -12,7 +12,7 @@ import torch
 from compare.agreement.metrics import relative_rms_error, tower_verdict
 from compare.bench.ceilings import Ceilings
 from compare.bench.jax_profiler import try_profile
-from compare.bench.timing import time_row, time_wall
+from compare.bench.timing import WALL_SECONDS, time_row, time_wall
 from compare.common.console import number, print_missing, print_table, progress, say
 from compare.common.result_files import Record
 from compare.implementations import huggingface
@@ -55,6 +55,7 @@ def bench_towers(
     ceilings: Ceilings,
     towers: Sequence[TowerImplementation] | None = None,
     reference: Reference | None = None,
+    wall_seconds: float = WALL_SECONDS,
 ) -> Iterator[list[Record]]:
     """Measure every tower on every workload; print the tables.
 
@@ -68,6 +69,7 @@ def bench_towers(
         towers: what to measure beside Hugging Face's own, the baseline; default our two, also with
             libraries' attention over frames, and their peers.
         reference: what they are judged by; default Hugging Face's towers that encode.
+        wall_seconds: how long single calls are timed.
 
     Yields:
         For each family, and each workload of several steps, a record for each tower on each
@@ -87,8 +89,9 @@ def bench_towers(
         # After many steps a tower is another one: nothing else is measured on it.
         apart = workload.name if workload.steps else ""
         alike.setdefault((workload.config, apart), []).append(workload)
+    reference = reference or Reference()
     for (config, _), of_config in alike.items():
-        yield _bench_config(config, of_config, towers, reference or Reference(), ceilings)
+        yield _bench_config(config, of_config, towers, reference, ceilings, wall_seconds)
 
 
 def _bench_config(
@@ -97,6 +100,7 @@ def _bench_config(
     towers: Sequence[TowerImplementation],
     reference: Reference,
     ceilings: Ceilings,
+    wall_seconds: float,
 ) -> list[Record]:
     """Every implementation of one family's tower on its workloads."""
     # From small to large, because JAX's peak memory only ever grows.
@@ -114,7 +118,7 @@ def _bench_config(
                 # Kept on the host: the peak memory of a tower is to be its own.
                 exact = {w.name: _result(tower, w, inputs[w.name]).cpu() for w in workloads}
             del tower
-            run = _Run(directory, workloads, inputs, exact)
+            run = _Run(directory, workloads, inputs, exact, wall_seconds)
             records = run.measure(baseline, limits=None)
             limits = {r.workload: r.relative_rms_error for r in records if r.relative_rms_error}
             for implementation in progress(towers, "towers"):
@@ -156,6 +160,7 @@ class _Run:
     workloads: Sequence[TowerWorkload]
     inputs: dict[str, Inputs]
     exact: dict[str, torch.Tensor]
+    wall_seconds: float
 
     def measure(
         self, implementation: TowerImplementation, limits: dict[str, float] | None
@@ -186,7 +191,7 @@ class _Run:
                     losses = {"losses": result.tolist(), "fp32_losses": exact.tolist()}
                     timed = replace(record, details=losses)
                 else:
-                    timed, result = _time(tower, record, inputs)
+                    timed, result = _time(tower, record, inputs, self.wall_seconds)
                 error = relative_rms_error(result, exact.to(result.device))
                 baseline = error if limits is None else limits.get(record.workload)
                 judged = _judged(timed, error, baseline, implementation.ours)
@@ -208,7 +213,9 @@ def _result(tower: Tower, workload: TowerWorkload, inputs: Inputs) -> torch.Tens
     return tower.tensor(tower.encode(*arguments))
 
 
-def _time(tower: Tower, record: Record, inputs: Inputs) -> tuple[Record, torch.Tensor]:
+def _time(
+    tower: Tower, record: Record, inputs: Inputs, wall_seconds: float
+) -> tuple[Record, torch.Tensor]:
     """Time whole calls; returns the record and the embeddings of the last timed call."""
     arguments = tower.put(*inputs)
     tower.reset_peak_memory()
@@ -224,7 +231,7 @@ def _time(tower: Tower, record: Record, inputs: Inputs) -> tuple[Record, torch.T
     compile_s = time.perf_counter() - start
     for _ in range(_WARM_UP):
         tower.wait(call())
-    timing = time_wall(call, tower.wait)
+    timing = time_wall(call, tower.wait, wall_seconds)
     timed = replace(
         record,
         median_us=timing.median_us,

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from compare.common.errors import UnavailableError
 from compare.implementations import huggingface
 from compare.implementations.towers import Directory, TorchTower, TowerImplementation
 from compare.workloads.arrays import torch_device
+from compare.workloads.towers import VLLM_WORKLOADS
 from flax_models import VisionConfig
 
 WITH_OURS = "vLLM with ours"
@@ -37,6 +39,8 @@ _SETTINGS = {
     WITH_OURS: {},
     f"{WITH_OURS}, CUDA graphs": {"compilation_config": _GRAPHS},
 }
+# The others change Qwen2.5-VL's tower alone: only it has RMSNorms, and blocks that vLLM compiles.
+_OF_ALL_TOWERS = ({}, {"compilation_config": _GRAPHS})
 
 # Hugging Face's names of whole models, and a language part that takes no time to build.
 _MODELS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
@@ -67,9 +71,17 @@ def check_installed() -> None:
 
 
 def vllm_towers() -> list[TowerImplementation]:
-    """vLLM's tower as it comes, by its own settings, and with the plugin."""
+    """vLLM's tower as it comes, by its own settings where they change it, and with the plugin."""
+    of_qwen2_5 = frozenset(
+        name for name, w in VLLM_WORKLOADS.items() if w.config.model_type == "qwen2_5_vl"
+    )
     return [
-        TowerImplementation(name, functools.partial(_load, ours, settings), ours)
+        TowerImplementation(
+            name,
+            functools.partial(_load, ours, settings),
+            ours,
+            None if settings in _OF_ALL_TOWERS else of_qwen2_5,
+        )
         for name, settings in _SETTINGS.items()
         for ours in [name.startswith(WITH_OURS)]
     ]
@@ -84,6 +96,7 @@ class VllmTower(TorchTower):
         self._config = config
         self._grid: list[list[int]] = []
         self._graphs: Any = None
+        weakref.finalize(self, _forget, model)
 
     def put(self, pixel_values: np.ndarray, grid_thw: np.ndarray) -> tuple[Any, Any]:
         """Bring the inputs there; grids stay on the host."""
@@ -105,6 +118,17 @@ class VllmTower(TorchTower):
     def tensor(self, result: Any) -> torch.Tensor:
         """A call's result on torch_device()."""
         return torch.cat(list(result))
+
+
+def _forget(model: Any) -> None:
+    """Undo what keeps Qwen2.5-VL's tower alive, whose memory would count for the next ones."""
+    # In vLLM 0.26 its class has a cache of its calls.
+    cached = getattr(type(model.visual), "get_rope_by_thw", None)
+    if hasattr(cached, "cache_clear"):
+        cached.cache_clear()
+    for module in model.modules():  # compiled ones are hooked to PyTorch's compiler
+        if hasattr(module, "cleanup"):
+            module.cleanup()
 
 
 def _load(with_ours: bool, settings: Mapping[str, Any], directory: Directory) -> VllmTower:

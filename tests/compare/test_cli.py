@@ -72,7 +72,7 @@ def gpu_benchmarks(monkeypatch, tmp_path):
             "compare.bench.towers.bench_towers",
             "compare.bench.scale.bench_scale",
         ):
-            monkeypatch.setattr(benchmark, lambda *_: found(records))
+            monkeypatch.setattr(benchmark, lambda *_, **__: found(records))
         monkeypatch.setattr("compare.bench.rotation.bench_rotation", lambda *_: [])
         monkeypatch.setattr(environment, "has_gpu", lambda: True)
         monkeypatch.setattr(environment, "device_name", lambda: "Imaginary GPU")

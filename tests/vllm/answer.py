@@ -21,6 +21,7 @@ def main(checkpoint, file, options="{}"):
         limit_mm_per_prompt={"image": 2, "video": 1},
         mm_processor_cache_gb=0,
         enable_prefix_caching=False,
+        mm_encoder_attn_backend="TORCH_SDPA",  # true fp32, see towers.py
         **{"enforce_eager": True} | json.loads(options),
     )
     values = np.random.default_rng(0)

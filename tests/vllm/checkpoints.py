@@ -27,7 +27,7 @@ TEXT = {
     "num_key_value_heads": 1,
     "head_dim": 32,
     "vocab_size": len(SPECIAL) + WORDS,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 4096,
     "bos_token_id": 0,
     "eos_token_id": 0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
@@ -55,6 +55,31 @@ FAMILIES = {
     },
 }
 
+PUBLISHED_TEXT = TEXT | {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+}
+PUBLISHED_VISION = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+# Which vLLM renders a request by: it puts an image's own words where the message has it.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
 
 def save(family: str, folder: Path) -> torch.nn.Module:
     """Write a checkpoint with its processor; return Hugging Face's model."""
@@ -74,7 +99,21 @@ def save(family: str, folder: Path) -> torch.nn.Module:
     return model
 
 
-def _processor(family: str) -> transformers.ProcessorMixin:
+def save_without_weights(folder: Path) -> None:
+    """Write Qwen2.5-VL 7B as published, but of these words, for vLLM to draw its weights."""
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=PUBLISHED_TEXT,
+        vision_config=PUBLISHED_VISION,
+        tie_word_embeddings=False,
+        architectures=["Qwen2_5_VLForConditionalGeneration"],
+        dtype="bfloat16",
+        **IDS,
+    )
+    config.save_pretrained(folder)
+    _processor("Qwen2_5_VL", most_patches=1 << 14).save_pretrained(folder)
+
+
+def _processor(family: str, most_patches: int = 128) -> transformers.ProcessorMixin:
     words = [*SPECIAL, *(f"w{i}" for i in range(WORDS))]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -82,6 +121,7 @@ def _processor(family: str) -> transformers.ProcessorMixin:
         tokenizer_object=tokenizer,
         eos_token=SPECIAL[0],
         pad_token=SPECIAL[0],
+        chat_template=CHAT_TEMPLATE,
         extra_special_tokens={
             "image_token": SPECIAL[1],
             "video_token": SPECIAL[2],
@@ -90,7 +130,7 @@ def _processor(family: str) -> transformers.ProcessorMixin:
         },
     )
     patch = FAMILIES[family]["patch_size"]
-    pixels = {"shortest_edge": 4 * patch**2, "longest_edge": 128 * patch**2}
+    pixels = {"shortest_edge": 4 * patch**2, "longest_edge": most_patches * patch**2}
     sizes = {"size": pixels, "patch_size": patch}
     name = "Qwen3VL" if family == "Qwen3VL" else "Qwen2VL"
     return getattr(transformers, f"{family}Processor")(

@@ -8,10 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.vllm import checkpoints
 
 SCRIPT = Path(__file__).with_name("answer.py")
+ON_A_GPU = torch.cuda.is_available()
+# Each rank has a GPU to itself; on a CPU they share it.
+TWO_RANKS = pytest.mark.gpu(2 if ON_A_GPU else 0)
+# On a CPU the plugin is on only by its parts' names.
+ASKED_FOR = "1" if ON_A_GPU else "attention"
 
 
 def answer(checkpoint, file, options="{}", **environment):
@@ -37,7 +43,7 @@ def own(tmp_path_factory):
     def find(family):
         folder = tmp_path_factory.mktemp(family)
         checkpoints.save(family, folder)
-        others = {"FUSED_ROPE_VLLM": "attention", "VLLM_PLUGINS": "another"}
+        others = {"FUSED_ROPE_VLLM": ASKED_FOR, "VLLM_PLUGINS": "another"}
         return folder, *answer(folder, folder / "own", **others)
 
     return find
@@ -54,20 +60,26 @@ def test_a_plugin_that_is_not_asked_for_says_nothing(own):
     [
         ("Qwen2_5_VL", "0", "{}"),
         ("Qwen2_5_VL", "1", "{}"),
-        ("Qwen2_5_VL", "1", '{"tensor_parallel_size": 2}'),
-        ("Qwen2_5_VL", "1", '{"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"}'),
-        ("Qwen2VL", "1", '{"tensor_parallel_size": 2}'),
+        *(
+            pytest.param(family, "1", options, marks=TWO_RANKS)
+            for family, options in (
+                ("Qwen2_5_VL", '{"tensor_parallel_size": 2}'),
+                ("Qwen2_5_VL", '{"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"}'),
+                ("Qwen2VL", '{"tensor_parallel_size": 2}'),
+            )
+        ),
     ],
 )
 def test_the_answers_are_the_same(own, tmp_path, family, workers, options):
     folder, tokens, logprobs, _ = own(family)
-    environment = {"FUSED_ROPE_VLLM": "attention", "VLLM_ENABLE_V1_MULTIPROCESSING": workers}
+    environment = {"FUSED_ROPE_VLLM": ASKED_FOR, "VLLM_ENABLE_V1_MULTIPROCESSING": workers}
     found = answer(folder, tmp_path / "ours", options, **environment)
     assert found[0] == tokens
     assert found[1] == pytest.approx(logprobs, abs=1e-4)
     assert any("replaces the attention of Qwen2" in line for line in found[2])
 
 
+@pytest.mark.skipif(ON_A_GPU, reason="is what it does on a CPU")
 def test_on_a_cpu_it_stands_aside_unless_its_parts_are_named(own, tmp_path):
     folder, tokens, logprobs, _ = own("Qwen2_5_VL")
     found = answer(folder, tmp_path / "aside", FUSED_ROPE_VLLM="1")

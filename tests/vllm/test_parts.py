@@ -1,4 +1,4 @@
-"""Parts of vLLM's towers as they are built and called, where a GPU is only said to be there."""
+"""Parts of vLLM's towers as they are built and called, where a GPU may only be said to be there."""
 
 import types
 
@@ -60,6 +60,7 @@ def test_an_attention_of_other_settings_is_left_to_vllm(case, lines, monkeypatch
 
     def init(self, *arguments, **options):
         own(self, *arguments, **options)
+        self._forward_method = self.forward_native  # a GPU's would call what is not installed
         if change == "fp8":
             self.fp8_enabled = True
         else:
@@ -75,13 +76,15 @@ def test_norms_are_run_by_one_kernel_each(case, hopper, monkeypatch):
     monkeypatch.setenv(plugin.VARIABLE, "norm")
     before, counts = case.run(case.build()), []
     for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
+        own = op.impls["vllm_c"]
+        run = own if own.supported else op.impls["native"]  # on a CPU
 
-        def kernel(*arguments, op=op):
+        def kernel(*arguments, op=op, run=run):
             counts.append(op.name)
-            return op.impls["native"].impl_fn(*arguments)
+            return run.impl_fn(*arguments)
 
         stand_in = types.SimpleNamespace(
-            supported=True, supports_args=op.impls["vllm_c"].supports_args, impl_fn=kernel
+            supported=True, supports_args=own.supports_args, impl_fn=kernel
         )
         monkeypatch.setitem(op.impls, "vllm_c", stand_in)
     plugin.register()
@@ -94,7 +97,7 @@ class Mlp:
     """A gated MLP of 60 columns as vLLM builds it, whose weights it has not packed for a CPU."""
 
     def __init__(self, config):
-        with set_current_vllm_config(config):
+        with set_current_vllm_config(config), torch.device(current_platform.device_type):
             activation = get_act_and_mul_fn("silu")
             self.module = qwen2_5_vl.Qwen2_5_VisionMLP(32, 60, bias=True, act_fn=activation)
         for layer in (self.module.gate_up_proj, self.module.down_proj):
@@ -103,7 +106,7 @@ class Mlp:
         for p in self.module.parameters():
             p.data.normal_(std=0.3)
             p.requires_grad_(False)
-        self.x = torch.randn(9, 1, 32)
+        self.x = torch.randn(9, 1, 32, device=current_platform.device_type)
 
     def expected(self, bias=True):
         up, down = self.module.gate_up_proj, self.module.down_proj

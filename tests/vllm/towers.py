@@ -5,8 +5,12 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
+from compare.implementations.huggingface import true_fp32
 from tests.vllm import checkpoints
 
+# What vLLM takes on a CPU. For fp32 on a GPU it would take its Triton attention, which multiplies
+# in tf32: no limit of fp32 holds for that.
+FP32_ATTENTION = "TORCH_SDPA"
 GRIDS = [[1, 8, 8], [2, 6, 10], [1, 2, 2]]  # an image of whole windows, a clip of cut ones
 
 
@@ -16,7 +20,11 @@ class Case:
     def __init__(self, family, folder):
         self.theirs = checkpoints.save(family, folder).model.visual
         arguments = EngineArgs(
-            model=str(folder), dtype="float32", enforce_eager=True, max_model_len=128
+            model=str(folder),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=128,
+            mm_encoder_attn_backend=FP32_ATTENTION,
         )
         self.config = arguments.create_engine_config()
         channels = self.theirs.config.patch_size**2 * 3 * self.theirs.config.temporal_patch_size
@@ -32,13 +40,14 @@ class Case:
     def inputs(self, tower):
         """What vLLM's tower takes, and Hugging Face's of the same: from 0.32 on it normalises."""
         if hasattr(tower, "input_norm"):
-            return self.pixels, tower.input_norm(self.pixels, torch.float32)
+            pixels = self.pixels.to(tower.device)
+            return pixels, tower.input_norm(pixels, torch.float32).cpu()
         return (self.pixels / 127.5 - 1,) * 2
 
     @torch.inference_mode()
     def run(self, tower):
-        with set_current_vllm_config(self.config):
-            return tower(self.inputs(tower)[0], GRIDS)
+        with set_current_vllm_config(self.config), true_fp32():
+            return tower(self.inputs(tower)[0], GRIDS).cpu()
 
     @torch.inference_mode()
     def expected(self, tower):

@@ -3,9 +3,12 @@
 tests/vllm has the real one.
 """
 
+import functools
+import gc
 import importlib.util
 import os
 import sys
+import weakref
 from dataclasses import asdict, dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 
@@ -23,11 +26,11 @@ from compare.bench.timing import Timing
 from compare.common.errors import UnavailableError
 from compare.implementations import vllm as in_vllm
 from compare.workloads.arrays import torch_device
-from compare.workloads.towers import SMALL_TOWERS, TowerWorkload, Visual
+from compare.workloads.towers import SMALL_TOWERS, VLLM_WORKLOADS, TowerWorkload, Visual
 from triton_kernels.integrations import vllm as plugin
 
 CONFIG = replace(SMALL_TOWERS["tower"], depth=1, fullatt_block_indexes=(0,))
-WORKLOAD = TowerWorkload("vllm-112", (Visual(112, 112), Visual(56, 84, frames=4)), CONFIG)
+WORKLOAD = TowerWorkload("vllm-448", (Visual(112, 112), Visual(56, 84, frames=4)), CONFIG)
 
 
 class Model(torch.nn.Module):
@@ -150,6 +153,40 @@ def test_every_setting_gets_its_time_beside_hugging_faces(vllm, monkeypatch):
     # Budget, images and frames: of the very call.
     assert vllm.graphs == [[[64 // 4 + 2 * 24 // 4], 2, 3]] * 4
     assert os.environ[plugin.VARIABLE] == ""
+
+
+def test_settings_that_change_nothing_of_a_tower_are_not_timed():
+    assert WORKLOAD.name in VLLM_WORKLOADS
+    for name in VLLM_WORKLOADS:
+        timed = [t for t in in_vllm.vllm_towers() if t.workloads is None or name in t.workloads]
+        assert len(timed) == (8 if name.startswith("vllm-") else 4), name
+
+
+def test_a_tower_that_is_given_up_is_remembered_by_nobody():
+    hooks = {}
+
+    class Visual(torch.nn.Module):  # as vLLM has it
+        def __init__(self):
+            super().__init__()
+            hooks[0] = self.cleanup
+
+        def cleanup(self):
+            hooks.clear()
+
+        @functools.lru_cache  # noqa: B019
+        def get_rope_by_thw(self, t, h, w):
+            return t, h, w
+
+    model = torch.nn.Module()
+    model.visual = Visual()
+    model.visual.get_rope_by_thw(1, 2, 2)
+    tower, alive = in_vllm.VllmTower(model, None), weakref.ref(model.visual)
+    del model
+    gc.collect()
+    assert alive() is not None
+    del tower
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize(
