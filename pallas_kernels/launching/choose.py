@@ -95,8 +95,8 @@ def precision(dtype: DTypeLike, max_seqlen: int) -> str:
 def column_splits(pairs: int, head_dim: int, columns: int, block: int) -> int:
     """Programs that share the columns of one of so many (segment, head) pairs of wide heads.
 
-    So many that each multiprocessor has two, where one's loads pass while the other multiplies; of
-    many splits so many that it has one. By eights, as so many partial logits are loaded at once.
+    So many that there are two for each multiprocessor; where that is many, only one, as partial
+    logits are to be added up. By eights, as so many of these are loaded at once.
     """
     splits = 2 * _MULTIPROCESSORS // max(pairs, 1)
     if splits > _MANY_SPLITS:
@@ -110,8 +110,8 @@ def out_shares(pairs: int, head_dim: int, columns: int, block: int) -> tuple[int
     """Of those that add up partial logits: how many share the result's columns, and the query rows
     of each.
 
-    Each adds up its rows' logits anew. So rows are few where few pairs have many splits, and
-    columns are shared by so many that each multiprocessor has two programs.
+    Each adds up its rows' logits anew. So rows are few where few pairs have many splits. Columns
+    are shared by so many that there are two programs for each multiprocessor.
     """
     rows = min(block, MIN_COLUMNS if pairs < _MANY_SPLITS else 2 * MIN_COLUMNS)
     splits = 2 * _MULTIPROCESSORS // max(pairs * (block // rows), 1)
