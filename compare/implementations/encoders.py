@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from compare.common.console import number, say
 from compare.common.errors import UnavailableError
 from compare.common.processes import begin_together, on_each_gpu
 from compare.implementations import huggingface
@@ -335,6 +336,7 @@ def _command(framework: str, job: Job) -> Encoded:
     start = time.perf_counter()
     _run_command(job, framework, some, job.scratch / f"{framework}-warm-up")
     compile_s = time.perf_counter() - start
+    say(f"the command's first run, over {_WARM_UP} photographs: {number(compile_s)} s")
     out = job.scratch / framework
     counted = _run_command(job, framework, job.files[0].parent, out)
     checked = {path.name: None for path in job.checked}

@@ -104,9 +104,7 @@ def dot(
     return product if acc is None else acc + product
 
 
-def add_product(
-    acc: jax.Array, a: jax.Array, b: jax.Array, precision: str = "ieee"
-) -> jax.Array:  # fmt: skip
+def add_product(acc: jax.Array, a: jax.Array, b: jax.Array, precision: str = "ieee") -> jax.Array:
     """acc + a b, of which in fp32 a b is summed by itself.
 
     One sum through all chunks of a wide head, or all keys, would be rounded as often as it has
