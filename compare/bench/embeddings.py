@@ -20,7 +20,8 @@ from compare.implementations.kernels import AUTO, FUSE, INSIDE, TABLES, KernelIm
 from compare.implementations.warm_up import caches_filled, draw_inputs, warm_up
 from compare.workloads.kernels import KernelInputs, KernelWorkload
 
-# Of fp32 a product is three in bf16, which reach its error; tensor cores have nothing faster.
+# Of fp32 a product is at least three in bf16. Its error takes six of them, or three in tf32: these
+# are as slow, so that no kernel comes nearer than half to a floor of products.
 _PRODUCTS = {"float32": 3}
 _EFFORT = Effort(samples=9, jax_sets=3, profiled_calls=20, thorough=False)
 # Bytes of qkv above which fewer sets of them do, as a call takes long: more would fill the GPU.
