@@ -18,13 +18,21 @@ ON_A_GPU = torch.cuda.is_available()
 TWO_RANKS = pytest.mark.gpu(2 if ON_A_GPU else 0)
 # On a CPU the plugin is on only by its parts' names.
 ASKED_FOR = "1" if ON_A_GPU else "attention"
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # The language model's attention would multiply in tf32: where a number is near a step of that,
+    # fp32's last bit moves an answer by more than any limit of fp32.
+    "TRITON_F32_DEFAULT": "ieee",
+    # Nothing is drawn, and FlashInfer may be missing.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 
 
 def answer(checkpoint, file, options="{}", **environment):
     """Tokens, their log-probabilities, and what the processes said of the plugin."""
     process = subprocess.run(
         [sys.executable, SCRIPT, checkpoint, file, options],
-        env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | environment,
+        env=os.environ | ENVIRONMENT | environment,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
