@@ -34,6 +34,7 @@ from flax_models import ImageConfig, preprocess
 
 _WARM_UP = 512  # files that a first run of the command encodes, by which programs are compiled
 _PASSES = 5  # over the sample, at least; of those that are one by one exactly
+_LINES = 10  # seconds between the command's lines of progress
 _LOOP_IMAGES = 8  # of a call of Hugging Face's tower
 
 
@@ -363,16 +364,20 @@ def _run_command(job: Job, framework: str, source: Path, out: Path) -> dict[str,
         "output": "pooled",
         "batch-tokens": job.sizes.batch_tokens,
         "gpus": job.gpus,
+        "every": _LINES,
     }
     given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    done = subprocess.run(
-        [sys.executable, "-m", "flax_models", "encode", str(source), *given],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or "the command failed")
+    command = [sys.executable, "-m", "flax_models", "encode", str(source), *given]
+    last = ""
+    # Of a run that is cut off, its lines tell how far it was.
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stderr or ():
+            last = line.strip() or last
+            say(f"  {last}")
+    if process.returncode:
+        raise RuntimeError(last or "the command failed")
     return json.loads((out / "manifest.json").read_text(encoding="utf-8"))["last_run"]
 
 

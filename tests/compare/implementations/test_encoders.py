@@ -1,7 +1,9 @@
 """Ways to encode a folder, on a small tower and photographs of a few patches."""
 
+import contextlib
 import json
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,9 +93,9 @@ def test_the_command_gets_what_it_takes_and_its_manifest_is_read(job, monkeypatc
         ids = [path.name for path in reversed(job.files)]
         pooled = pa.array([[float(id_[:6])] * 3 for id_ in ids], pa.list_(pa.float32(), 3))
         pq.write_table(pa.table({"id": ids, "pooled": pooled}), given.out / "part-0.parquet")
-        return subprocess.CompletedProcess(command, 0, "", "")
+        return _ended(0)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "Popen", run)
     found = encoders.encoders("torch")[1].run(job)
     warm_up, whole = asked
     assert warm_up.source.read_text().splitlines() == list(map(str, job.files))
@@ -107,13 +109,17 @@ def test_the_command_gets_what_it_takes_and_its_manifest_is_read(job, monkeypatc
     assert found.stages == {"writing": pytest.approx(0.05)}
 
 
-def test_a_command_that_fails_says_why(job, monkeypatch):
-    def run(command, **_):
-        return subprocess.CompletedProcess(command, 2, "", "a line\nencode: error: no room\n")
-
-    monkeypatch.setattr(subprocess, "run", run)
+def test_a_command_that_fails_says_why_and_how_far_it_was(job, monkeypatch, capsys):
+    said = ["2 of 4 images, 1.0 images/s\n", "encode: error: no room\n"]
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: _ended(2, said))
     with pytest.raises(RuntimeError, match="encode: error: no room"):
         encoders.encoders("flax")[1].run(job)
+    assert "  2 of 4 images, 1.0 images/s\n" in capsys.readouterr().out
+
+
+def _ended(returncode, said=()):
+    """What `subprocess.Popen` gives of a process that has ended."""
+    return contextlib.nullcontext(SimpleNamespace(returncode=returncode, stderr=said))
 
 
 def test_several_gpus_rates_are_summed(job, monkeypatch):
