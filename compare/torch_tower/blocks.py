@@ -11,6 +11,7 @@ from torch import nn
 from compare.torch_tower.attention import Segments, attend
 from compare.torch_tower.gated import add_product
 from compare.torch_tower.gated_product import gated_product
+from compare.torch_tower.summed_norm import sum_and_norm
 from flax_models import VisionConfig
 from flax_models.common.weights import Biases
 from triton_kernels.integrations.plain import is_plain
@@ -184,11 +185,17 @@ class Block(nn.Module):
         segments: Segments,
         next_norm: nn.Module | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """From x and norm1(x) to the layer's output y and next_norm(y); from None to None alike."""
-        normed = self.norm1(x) if normed is None else normed
-        x = x + self.attn.proj(self.attn(normed, segments))
-        x = x + self.mlp(self.norm2(x))
-        return x, None if next_norm is None else next_norm(x)
+        """From x and norm1(x) to the layer's output y and next_norm(y), for inference.
+
+        y may have the memory of x. A block that is trained goes from None to None.
+        """
+        if normed is None:
+            x = x + self.attn.proj(self.attn(self.norm1(x), segments))
+            return x + self.mlp(self.norm2(x)), None
+        implementation = segments.implementation
+        attended = self.attn.proj(self.attn(normed, segments))
+        x, normed = sum_and_norm(x, attended, self.norm2, implementation)
+        return sum_and_norm(x, self.mlp(normed), next_norm, implementation)
 
 
 class LateNormMLP(nn.Module):

@@ -1,4 +1,4 @@
-"""Compile the MLP's kernels for an H200 that need not be there; prints one JSON object a kernel.
+"""Compile the blocks' kernels for an H200 that need not be there; prints one JSON object a kernel.
 
 A process of its own, as tests/triton_kernels/compile_ahead.py is:
 
@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from compare.torch_tower.gated import _kernel
+from compare.torch_tower import gated, summed_norm
 from compare.torch_tower.gated_product import in_one_kernel
 from flax_models.common.weights import Biases
 from tests.triton_kernels.compile_ahead import inspect_machine_code, recording, source
@@ -25,7 +25,7 @@ TOKENS, HIDDEN, WIDTH = 2304, 1280, 3456  # Qwen2.5-VL 7B's, one image of 672 px
 
 
 def main() -> None:
-    """Compile what a layer launches, with the activation in the product and by itself."""
+    """Compile what layers launch, with a gated activation in the product and by itself."""
     for dtype in (torch.bfloat16, torch.float16):
         residual = torch.empty(TOKENS, HIDDEN, dtype=dtype)
         weight = torch.empty(2 * WIDTH, HIDDEN, dtype=dtype)
@@ -33,7 +33,8 @@ def main() -> None:
         biases = Biases(torch.empty(HIDDEN, dtype=dtype), both, both)
         with recording() as recorded:
             in_one_kernel(residual, weight, biases, 1e-6)
-            _kernel(1e-6, torch.empty(TOKENS, 2 * WIDTH, dtype=dtype), residual, *biases)
+            gated._kernel(1e-6, torch.empty(TOKENS, 2 * WIDTH, dtype=dtype), residual, *biases)
+            summed_norm._kernel(residual, residual, biases.residual, biases.residual, 1e-6)
         for kernel, arguments, options in recorded:
             compiled = triton.compile(
                 source(kernel, arguments), target=GPUTarget("cuda", 90, 32), options=options

@@ -1,4 +1,4 @@
-"""The MLP's kernels compiled for an H200 on any machine: what the binaries take."""
+"""The blocks' kernels compiled for an H200 on any machine: what the binaries take."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def compiled():
 
 
 def test_every_kernel_is_compiled(compiled):
-    kernels = ("norm_scale_kernel", "gated_product_kernel", "gated_kernel")
+    kernels = ("norm_scale_kernel", "gated_product_kernel", "gated_kernel", "add_and_norm_kernel")
     assert [(r["dtype"], r["kernel"]) for r in compiled] == [
         (d, k) for d in DTYPES for k in kernels
     ]
