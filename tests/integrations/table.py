@@ -26,7 +26,11 @@ NEEDS = {
 }
 
 # What stands in for a tower's layers beside its attention and frequencies, as readers know it.
-STAND_INS = {"FusedRMSNorm": "RMSNorm", "AlignedMLP": "gated MLP"}
+STAND_INS = {
+    "FusedRMSNorm": "RMSNorm",
+    "AlignedMLP": "gated MLP",
+    "PatchProduct": "convolution over patches",
+}
 
 Columns = dict[str, dict[str, str]]
 Rows = dict[str, list[str]]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.integrations import table
@@ -23,6 +24,7 @@ from tests.integrations.hugging_face import (
     tensors_of,
 )
 from triton_kernels.integrations import plan
+from triton_kernels.integrations.layers import PatchProduct, stand_in
 from triton_kernels.integrations.transformers import accelerate, restore
 
 every_family = pytest.mark.parametrize("family", CLASSES)
@@ -111,7 +113,32 @@ def test_what_is_swapped():
         tower = accelerate(make_tower(family))
         assert "FusedAttention" in kinds_of(tower)
         assert table.replaced(tower) == rows[plan.model_of(cls)][0]
-    assert rows["qwen2_5_vl"][0] == "RMSNorm, gated MLP"
+    assert rows["qwen2_5_vl"][0] == "RMSNorm, gated MLP, convolution over patches"
+
+
+@pytest.mark.parametrize(
+    ("convolution", "shape"),
+    [
+        (nn.Conv3d(3, 8, (2, 4, 4), stride=(2, 4, 4), bias=False), (5, 3, 2, 4, 4)),
+        (nn.Conv3d(3, 8, (2, 4, 4), stride=(2, 4, 4)), (5, 3, 4, 4, 8)),
+        (nn.Conv2d(3, 8, 4, stride=4, padding="valid"), (5, 3, 4, 4)),
+        (nn.Conv2d(3, 8, 4, stride=3), (5, 3, 10, 7)),
+    ],
+)
+def test_a_convolution_is_itself_over_one_patch_or_more(convolution, shape):
+    assert PatchProduct.fits(convolution)
+    convolution, x = convolution.to(DEVICE), torch.randn(shape, device=DEVICE)
+    expected = convolution(x)
+    stand_in(convolution, PatchProduct)
+    result = convolution(x)
+    assert result.shape == expected.shape
+    assert relative_error(result, expected) < 1e-6
+
+
+def test_other_convolutions_stay():
+    for further in ({"groups": 3}, {"dilation": 2}, {"padding": 1}, {"padding": "same"}):
+        assert not PatchProduct.fits(nn.Conv2d(3, 9, 4, **further))
+    assert not PatchProduct.fits(nn.Linear(3, 9))
 
 
 @pytest.mark.parametrize("part", ["whole", "inner", "tower"])

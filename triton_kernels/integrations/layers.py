@@ -186,6 +186,30 @@ class FusedRMSNorm(StandIn):
         return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
+class PatchProduct(StandIn):
+    """A convolution that is called with one patch at a time: the product that it is then.
+
+    Of 4,096 patches cuDNN takes 600 us of an H200, a product 20.
+    """
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Whether it is a convolution of which nothing but a patch's size is unusual."""
+        return (
+            type(module) in (nn.Conv2d, nn.Conv3d)
+            and module.groups == 1
+            and set(module.dilation) == {1}
+            and (module.padding == "valid" or set(module.padding) == {0})
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """From [patches, channels, *patch] to [patches, out_channels, 1, 1], or with one 1 more."""
+        if x.shape[2:] != self.kernel_size:
+            return super().forward(x)
+        y = F.linear(x.flatten(1), self.weight.flatten(1), self.bias)
+        return y.view(*y.shape, *[1] * len(self.kernel_size))
+
+
 class ExactFrequencies(StandIn):
     """Rotary frequencies in fp32 also where the model is cast, and its frequencies with it.
 

@@ -28,6 +28,7 @@ from triton_kernels.integrations.layers import (
     ExactFrequencies,
     FusedAttention,
     FusedRMSNorm,
+    PatchProduct,
     StandIn,
     put_back,
     stand_in,
@@ -64,9 +65,10 @@ def accelerate(model: Model, *, cuda_graphs: bool = True) -> Model:
 
     The attention of every layer becomes `fused_rope_attention`, but for dropout in training; an MLP
     whose width shuts out the fast matrix kernels computes at an aligned width (3420 as 3456 in 16
-    bits), which changes no result; RMSNorm becomes PyTorch's; rotary frequencies that are cast
-    along with the model are computed in fp32 all the same; and what depends on the image sizes
-    alone is worked out once per size, not on every call. With transformers 5 a size that has come
+    bits), which changes no result; RMSNorm becomes PyTorch's; a convolution over single patches
+    becomes a product; rotary frequencies that are cast along with the model are computed in fp32
+    all the same; and what depends on the image sizes alone is worked out once per size, not on
+    every call. With transformers 5 a size that has come
     three times among the last eight is recorded as a CUDA graph, and replayed in one launch.
 
     An attention is known by what its code says, not by its name: the forward, and the functions of
@@ -208,8 +210,11 @@ def _change(tower: nn.Module, forms: dict[nn.Module, Form], cuda_graphs: bool) -
 def _role(module: nn.Module) -> type[StandIn] | None:
     """What stands in for a layer beside the attention; None for one that is left as it is."""
     forward = forward_of(module)
-    own = model_of(type(module)) is not None and foreign_home(forward) is None
-    if isinstance(module, StandIn) or not own or "forward" in vars(module):
+    if isinstance(module, StandIn) or "forward" in vars(module):
+        return None
+    if PatchProduct.fits(module):
+        return PatchProduct
+    if model_of(type(module)) is None or foreign_home(forward) is not None:
         return None
     if ExactFrequencies.fits(module):
         return ExactFrequencies
