@@ -28,7 +28,8 @@ def attend(
     """The computation behind the registered operators, and of calls that go around them.
 
     Args:
-        tensors: (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...).
+        tensors: (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...); cos and sin in fp32 or, where
+            somebody else has rounded them, in the dtype of q.
         options: max_seqlen, scale, fuse, implementation and batch_invariant, as they are passed,
             and one of EMBEDDINGS.
         addresses, place: of the tensors, see `locate`.
@@ -46,7 +47,7 @@ def attend(
         normed = norms.q is None, norms.k is None, norms.eps, form_of(norms.given)
     plan = plans.get((place, options, keeps_lse, *normed)) if plain else None
     if plan is None:  # no call like this one has been checked
-        check_arguments(tensors, *options, norms)
+        check_arguments(tensors, *options, norms, may_be_rounded=True)
         *qkv, cos, sin, cu_seqlens = tensors
         q, k, v = qkv[0].unbind(1) if len(qkv) == 1 else qkv
         kernel = runs_kernel(q.device, implementation)

@@ -204,11 +204,13 @@ def _call_sinusoidal(
 
 def _call(tensors: tuple[torch.Tensor, ...], options: Options, norms: Norms | None) -> torch.Tensor:
     """What both functions do."""
-    if goes_unseen(tensors if norms is None else (*tensors, *norms.given)):
+    max_seqlen, scale, fuse, implementation, batch_invariant, embed = options
+    # `attend` takes rounded angles, too: here they are a mistake, which several towers have made.
+    is_exact = embed == "positions" or _are_exact(*tensors[-3:-1])
+    if is_exact and goes_unseen(tensors if norms is None else (*tensors, *norms.given)):
         addresses, place = locate(tensors)
         return attend(tensors, options, addresses, place, norms)
-    max_seqlen, scale, fuse, implementation, batch_invariant, embed = options
-    is_plain = norms is None and embed == "rope"
+    is_plain = is_exact and norms is None and embed == "rope"
     if is_plain and type(max_seqlen) is int and goes_unseen(tensors, recorded=True):
         # Anything else that may be wrong with the arguments is found later.
         has_heads = tensors[0].ndim == (4 if len(tensors) == 4 else 3)
@@ -229,6 +231,12 @@ def _call(tensors: tuple[torch.Tensor, ...], options: Options, norms: Norms | No
             return operator.default(*tensors, *options)[0]
         return operator.default(*tensors, *options)
     return operator.default(*tensors, *options, norms.q, norms.k, float(norms.eps))
+
+
+def _are_exact(cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether these are tensors in fp32."""
+    exact = torch.float32
+    return getattr(cos, "dtype", None) is exact and getattr(sin, "dtype", None) is exact
 
 
 def _keeps_lse(tensors: tuple[torch.Tensor, ...], max_seqlen: int, implementation: str) -> bool:

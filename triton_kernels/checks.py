@@ -84,11 +84,14 @@ def check_arguments(
     batch_invariant: bool,
     embed: str = "rope",
     norms: Norms | None = None,
+    *,
+    may_be_rounded: bool = False,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that breaks the documented contract.
 
     tensors are (q, k, v, cos, sin, cu_seqlens), or (qkv, cos, ...); by positions these stand in
     place of cos and of sin. A tensor with a forward-mode derivative raises NotImplementedError.
+    may_be_rounded: cos and sin may have the dtype of q, too.
     """
     # int comes first: asking the abstract class takes longer.
     ints = (int, torch.SymInt, Integral)
@@ -105,7 +108,7 @@ def check_arguments(
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     if not isinstance(batch_invariant, bool):
         raise ValueError(f"batch_invariant must be True or False, got {batch_invariant!r}")
-    _check_tensors(embed, *tensors)
+    _check_tensors(embed, may_be_rounded, *tensors)
     weights = () if norms is None else norms[:2]
     if norms is not None:
         _check_norms(norms, tensors[0])
@@ -131,7 +134,7 @@ def check_position_values(positions: torch.Tensor) -> None:
         raise ValueError(f"positions must be at least 0, got {least}")
 
 
-def _check_tensors(embed: str, *tensors: torch.Tensor) -> None:
+def _check_tensors(embed: str, may_be_rounded: bool, *tensors: torch.Tensor) -> None:
     names = NAMES[len(tensors)]
     if embed == "positions":
         names = tuple("positions" if name in ("cos", "sin") else name for name in names)
@@ -169,7 +172,7 @@ def _check_tensors(embed: str, *tensors: torch.Tensor) -> None:
     if embed == "positions":
         _check_positions(first, cos)
     else:
-        _check_angles(first, cos, sin, embed)
+        _check_angles(first, cos, sin, embed, may_be_rounded)
     _check_cu_seqlens_form(cu_seqlens)
     programs = (cu_seqlens.shape[0] - 1) * heads
     if not _holds(programs <= MAX_PROGRAMS):
@@ -287,10 +290,13 @@ def _check_positions(first: torch.Tensor, positions: torch.Tensor) -> None:
         raise ValueError(f"positions must be on {first.device}, got {positions.device}")
 
 
-def _check_angles(first: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, embed: str) -> None:
+def _check_angles(
+    first: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, embed: str, may_be_rounded: bool
+) -> None:
     tokens, head_dim = first.shape[0], first.shape[-1]
     for name, x in (("cos", cos), ("sin", sin)):
-        if x.dtype != torch.float32:
+        rounded = may_be_rounded and cos.dtype == sin.dtype == first.dtype
+        if x.dtype != torch.float32 and not rounded:
             raise TypeError(f"{name} must be float32 (angles need it), got {x.dtype}")
         if embed == "sinusoidal" and x.shape != (tokens, head_dim // 2):
             raise ValueError(

@@ -224,23 +224,26 @@ class Bare(nn.Module):
     is_fused = True
 
     def forward(self, qkv, cos, sin, cu_seqlens, max_seqlen):
-        return plugin._operator(qkv, cos, sin, cu_seqlens, max_seqlen, 0.3)
+        return plugin._operator([qkv], cos, sin, cu_seqlens, max_seqlen, 0.3)
 
 
-def test_a_compiled_encoder_is_not_traced_into_the_bound():
-    qkv, angles = torch.randn(6, 3, 2, 8), torch.randn(6, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_encoder_is_not_traced_into_the_bound(dtype):
+    qkv, angles = torch.randn(6, 3, 2, 8, dtype=dtype), torch.randn(6, 4)
     cu_seqlens, bound = torch.tensor([0, 4, 6], dtype=torch.int32), torch.tensor(4)
-    arguments = qkv, angles.cos().bfloat16(), angles.sin().bfloat16(), cu_seqlens, bound
-    compiled = torch.compile(Bare(), backend="eager", fullgraph=True)(*arguments)
-    torch.testing.assert_close(compiled, plugin._attend(*arguments, 0.3))
-    torch.library.opcheck(plugin._operator, (*arguments, 0.3))
+    others = angles.cos().bfloat16(), angles.sin().bfloat16(), cu_seqlens, bound
+    compiled = torch.compile(Bare(), backend="eager", fullgraph=True)(qkv, *others)
+    torch.testing.assert_close(compiled, plugin._attend([qkv], *others, 0.3))
+    torch.library.opcheck(plugin._operator, ([qkv], *others, 0.3))
+    exact = plugin._attend([qkv.float()], *others, 0.3)
+    torch.testing.assert_close(compiled.float(), exact, atol=2e-2, rtol=0)
 
 
 def test_operands_of_gate_and_up_that_are_one_tensor(aligned):
     torch.manual_seed(0)
     x, merged, bias, down = (torch.randn(n) for n in ((9, 16), (120, 16), (120,), (16, 60)))
     (gate, up), (gate_bias, up_bias) = merged.chunk(2), bias.chunk(2)
-    hidden, weight = mlp.aligned_operands(x, gate, gate_bias, up, up_bias.clone(), down)
+    hidden, weight = mlp.aligned_operands(x, gate, gate_bias, up, up_bias, down)
     expected = F.silu(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias)
     torch.testing.assert_close(hidden @ weight.T, expected @ down.T)
     assert hidden.shape[1] * hidden.itemsize % 128 == 0

@@ -140,7 +140,7 @@ def _aligned_operands(
     """
     (tokens, channels), (rows, width) = x.shape, down_weight.shape
     read = gate_bias.data_ptr(), up_bias.data_ptr(), down_weight.data_ptr()
-    at_16 = (read[0] | read[1] | read[2]) % _ACCEPTED == 0
+    at_16 = read[2] % _ACCEPTED == 0
     form = x.dtype, x.device, tokens, rows, channels, width, at_16
     call = plans.get(form)
     if call is None:
@@ -194,7 +194,7 @@ def _call(
     )
     constants = channels, width, stored, rows, block, depth, _GROUP, _COPIED
     constants = *constants, next_power_of_2(stored)
-    binary = binary_of(kernel, dtype, device, constants, _LAUNCH) if at_16 else None
+    binary = binary_of(kernel, (dtype,), device, constants, _LAUNCH) if at_16 else None
     programs = _INTERPRETED_PROGRAMS
     if device.type == "cuda":
         programs = torch.cuda.get_device_properties(device).multi_processor_count

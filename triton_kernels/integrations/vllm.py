@@ -21,11 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from triton_kernels.attend import attend
 from triton_kernels.attention import fused_rope_attention, fused_rope_attention_qkvpacked
 from triton_kernels.checks import DTYPES, MAX_TILED_HEAD_DIM
 from triton_kernels.integrations.forms import text_of
 from triton_kernels.integrations.mlp import aligned_operands, is_misaligned
 from triton_kernels.integrations.plain import is_own
+from triton_kernels.launching.fast_path import goes_unseen, locate
 
 __all__ = ["register", "unregister"]
 
@@ -198,8 +200,8 @@ def _change_packed_attention(module: ModuleType) -> None:
         tokens, inner = x.shape[0], self.attn
         x, _ = self.qkv(x)
         qkv = x.view(tokens, 3, inner.num_heads, inner.head_size)
-        attend = _operator if torch.compiler.is_compiling() else _attend
-        attended = attend(qkv, *angles, cu_seqlens, max_seqlen, inner.scale)
+        run = _operator if torch.compiler.is_compiling() else _attend
+        attended = run([qkv], *angles, cu_seqlens, max_seqlen, inner.scale)
         return self.proj(attended.view(tokens, 1, -1))[0]
 
     _replace_attention(cls, forward)
@@ -224,11 +226,8 @@ def _change_separate_attention(module: ModuleType) -> None:
         if not _takes(self, x, cu_seqlens, angles):
             return own(self, x, cu_seqlens, *angles, max_seqlen)
         x, _ = self.qkv(x)
-        q, k, v = (part.squeeze(1) for part in self.split_qkv(x))  # of all ranks, then this one's
-        cos, sin = (angle.float() for angle in angles)
-        attended = fused_rope_attention(
-            q, k, v, cos, sin, cu_seqlens, max_seqlen=_bound(max_seqlen), scale=self.attn.scale
-        )
+        qkv = [part.squeeze(1) for part in self.split_qkv(x)]  # of all ranks, then this one's
+        attended = _attend(qkv, *angles, cu_seqlens, max_seqlen, self.attn.scale)
         return self.proj(attended.view(x.shape[0], 1, -1))[0]
 
     _replace_attention(cls, forward)
@@ -278,16 +277,22 @@ def _takes(
 
 
 def _attend(
-    qkv: torch.Tensor,
+    qkv: list[torch.Tensor],
     cos: torch.Tensor,
     sin: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
+    """Attention of a packed projection, or of q, k and v; cos and sin in vLLM's dtype."""
+    tensors, bound = (*qkv, cos, sin, cu_seqlens), _bound(max_seqlen)
+    if cos.dtype == qkv[0].dtype and goes_unseen(tensors):
+        # The kernel casts them: two launches a layer fewer, and the host may be the slower one.
+        return attend(tensors, (bound, scale, "auto", "auto", False, "rope"), *locate(tensors))
     # Not remembered in fp32: the same tensors come with other values when a CUDA graph is replayed.
-    cos, sin, bound = cos.float(), sin.float(), _bound(max_seqlen)
-    return fused_rope_attention_qkvpacked(qkv, cos, sin, cu_seqlens, max_seqlen=bound, scale=scale)
+    angles = cos.float(), sin.float()
+    function = fused_rope_attention_qkvpacked if len(qkv) == 1 else fused_rope_attention
+    return function(*qkv, *angles, cu_seqlens, max_seqlen=bound, scale=scale)
 
 
 # A compiled encoder must not be traced into where the bound is read.
@@ -295,8 +300,8 @@ _operator = torch.library.custom_op("fused_rope_attention::vllm", _attend, mutat
 
 
 @_operator.register_fake
-def _(qkv: torch.Tensor, *others: Any) -> torch.Tensor:
-    return qkv.new_empty(qkv.shape[0], *qkv.shape[2:])
+def _(qkv: list[torch.Tensor], *others: Any) -> torch.Tensor:
+    return qkv[0].new_empty(qkv[0].shape[0], *qkv[0].shape[-2:])
 
 
 def _bound(max_seqlen: torch.Tensor | int | None) -> int | None:
@@ -360,7 +365,6 @@ def _change_mlp(module: ModuleType) -> None:
         if any(p is None or p.dtype != x.dtype or p.device != x.device for p in held):
             return None
         (gate, up_weight), (gate_bias, up_bias) = (p.data.chunk(2) for p in held[:2])
-        up_bias = up_bias.clone()  # at an address of whole 16 bytes, as the prepared launch has it
         return [gate, gate_bias, up_weight, up_bias, down.weight.data, down.bias]
 
     @functools.wraps(own)

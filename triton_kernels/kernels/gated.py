@@ -29,7 +29,10 @@ def place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
     return first + within % rows, within // rows
 
 
-@triton.jit(do_not_specialize=("tokens",))
+@triton.jit(
+    do_not_specialize=("tokens",),
+    do_not_specialize_on_alignment=("gate_bias_ptr", "up_bias_ptr"),  # halves of one, for instance
+)
 def aligned_operands_kernel(
     x_desc,  # [tokens, HIDDEN]
     gate_desc, up_desc,  # weights, [WIDTH, HIDDEN] each

@@ -68,8 +68,8 @@ def rotate_tile_back(grad_ptr, angles, first, last, acc, factor, FIRST: gl.const
     pair = FIRST // 2 + gl.arange(0, PAIRS, gl.SliceLayout(0, LAYOUT))
     mask = ((row >= first) & (row < last))[:, None] & (pair < ROTARY_DIM // 2)[None, :]
     at = offsets(row, angle_stride, pair)
-    cos = gl.load(cos_ptr + at, mask=mask, other=1.0)
-    sin = gl.load(sin_ptr + at, mask=mask, other=0.0)
+    cos = gl.load(cos_ptr + at, mask=mask, other=1.0).to(gl.float32)
+    sin = gl.load(sin_ptr + at, mask=mask, other=0.0).to(gl.float32)
     x1, x2 = rotate_pairs((y1, y2), cos, -sin)
     store_halves(grad_ptr, first, last, x1, x2, FIRST, GROUP, STRIDE, HEAD_DIM, ROTARY_DIM)
 

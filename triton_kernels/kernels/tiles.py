@@ -212,7 +212,8 @@ def load_angles(cos_ptr, sin_ptr, stride, rows, row_mask, FIRST,
         # Columns behind those with angles pass as they are.
         cos = tl.load(cos_ptr + angles, mask=mask, other=1.0 if EMBED == ROPE else 0.0)
         sin = tl.load(sin_ptr + angles, mask=mask, other=0.0)
-        return cos, sin
+        # The twin has no callers whose angles are rounded.
+        return cos.to(tl.float32), sin.to(tl.float32)
 
 
 @triton.jit

@@ -198,7 +198,7 @@ def _hopper_backward(tensors: tuple, max_seqlen: int, scale: float) -> tuple[Cal
 
     def call(kernel: JITFunction, launch: Launch, query_rows: int, key_rows: int) -> Call:
         rows = query_rows, key_rows, key_rows, query_rows
-        made = make_call(kernel, programs, launch, numbers, constants, v, True)
+        made = make_call(kernel, programs, launch, numbers, constants, v, cos, True)
         return made._replace(tiles=head_tiles((q, q, v, grad), rows, split))
 
     queries = call(hopper_backward_q_kernel, HOPPER_LAUNCH, HOPPER_ROWS, HOPPER_LAUNCH.block_k)
@@ -233,4 +233,4 @@ def _call(
     constants = (
         heads, head_dim, 2 * cos.shape[1], *head_split(head_dim), angle_unit, parts, *blocks,
     )  # fmt: skip
-    return make_call(kernel, programs, launch, numbers, constants, v, True)
+    return make_call(kernel, programs, launch, numbers, constants, v, cos, True)

@@ -44,12 +44,12 @@ class Call(NamedTuple):
 @functools.cache
 def binary_of(
     kernel: JITFunction,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, ...],
     device: torch.device,
     constants: tuple[Any, ...],
     launch: Launch,
 ) -> Binary:
-    """The binary for all calls of one kind: tensors aligned, of a dtype and device; numbers 32-bit.
+    """The binary for all calls of one kind: tensors aligned, of these dtypes; numbers 32-bit.
 
     It depends on nothing else, since such numbers are not specialized on.
     """

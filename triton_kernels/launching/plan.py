@@ -319,7 +319,9 @@ def _rotation(
         serving.embed, eps,
         launch.block, launch.block_k, can_warp_specialize(source),
     )  # fmt: skip
-    call = make_call(rotate_kernel, programs, launch, (tokens, *strides), constants, x, aligned)
+    call = make_call(
+        rotate_kernel, programs, launch, (tokens, *strides), constants, x, cos, aligned
+    )
     return Rotation(call, first, (tokens, parts, row))
 
 
@@ -368,7 +370,7 @@ def _attention(
         constants = heads, head_dim, *split, k_heads
         programs = triton.cdiv(tokens, HOPPER_LAUNCH.block) * heads
         kernel, launch = hopper_stream_kernel, HOPPER_LAUNCH
-        call = make_call(kernel, programs, launch, numbers, constants, x, aligned, keeps_lse)
+        call = make_call(kernel, programs, launch, numbers, constants, x, cos, aligned, keeps_lse)
         # It finds its segments while the rotation ends. Of the stream kernel several programs share
         # a multiprocessor: they would be dealt out unevenly.
         rows = HOPPER_ROWS, HOPPER_LAUNCH.block_k, HOPPER_LAUNCH.block_k
@@ -396,7 +398,7 @@ def _attention(
         heads, head_dim, rotary_dim_of(cos, head_dim), *split, aligned, angle_unit, k_heads,
         embed if fuse != "none" else None, embed if fuse == "qk" else None, q_eps, k_eps, *blocks,
     )  # fmt: skip
-    return make_call(kernel, programs, launch, numbers, constants, x, aligned, keeps_lse)
+    return make_call(kernel, programs, launch, numbers, constants, x, cos, aligned, keeps_lse)
 
 
 def _wide_attention(
@@ -430,7 +432,7 @@ def _wide_attention(
     )  # fmt: skip
 
     def call(programs: int, is_first: bool) -> Call:
-        how = launch, numbers, (*constants, is_first, overlap), x, True, splits > 1
+        how = launch, numbers, (*constants, is_first, overlap), x, cos, True, splits > 1
         return make_call(wide_kernel, pairs * programs, *how)
 
     partials = None
@@ -481,10 +483,11 @@ def make_call(
     numbers: tuple[int | float, ...],
     constants: tuple[int | bool, ...],
     x: TensorForm,
+    cos: TensorForm,
     aligned: bool,
     keeps_lse: bool = False,
 ) -> Call:
-    """A launch, of which x is one tensor; the dtypes of the others are to follow from its.
+    """A launch of which x and cos are tensors; the dtypes of the others are to follow from theirs.
 
     aligned: all tensors' rows are, see in_units. keeps_lse: it takes the
     log-sum-exps' address.
@@ -492,5 +495,6 @@ def make_call(
     # A larger number is 64 bits wide to Triton, for which it compiles anew.
     known = aligned and max(numbers) < 2**31
     compiled_for = *constants, keeps_lse
-    binary = binary_of(kernel, x.dtype, x.device, compiled_for, launch) if known else None
+    dtypes = x.dtype, cos.dtype
+    binary = binary_of(kernel, dtypes, x.device, compiled_for, launch) if known else None
     return Call(kernel, programs, launch, numbers, constants, x.device.index, binary)

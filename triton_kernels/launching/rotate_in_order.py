@@ -43,7 +43,7 @@ def rotate_in_order(
 def rotate_in_order_call(form: Form, at_16: bool) -> Call:
     """What is launched for the form of (x, out, cos, sin)."""
     x, out, cos, sin = (TensorForm(*each) for each in form)
-    # The binary is known by the dtype of x alone.
+    # The binary is known by the dtypes of x and cos.
     if out.dtype != x.dtype or not cos.dtype == sin.dtype == torch.float32:
         raise TypeError(
             f"x and out must have one dtype, cos and sin float32, got {x.dtype}, {out.dtype}, "
@@ -56,4 +56,4 @@ def rotate_in_order_call(form: Form, at_16: bool) -> Call:
     programs = triton.cdiv(tokens * heads * (half // vector), LAUNCH.block)
     constants = heads, half, vector, aligned, angle_unit, LAUNCH.block
     numbers = tokens, *strides
-    return make_call(rotate_in_order_kernel, programs, LAUNCH, numbers, constants, x, aligned)
+    return make_call(rotate_in_order_kernel, programs, LAUNCH, numbers, constants, x, cos, aligned)

@@ -281,7 +281,7 @@ def test_calls_are_remembered_however_many_there_were(record, monkeypatch):
     checked = []
     monkeypatch.setattr(
         "triton_kernels.attend.check_arguments",
-        lambda *rest: checked.append(rest) or check_arguments(*rest),
+        lambda *rest, **also: checked.append(rest) or check_arguments(*rest, **also),
     )
     monkeypatch.setattr(fast_path.Plans, "MOST", 6)
     *tensors, cu_seqlens = inputs(8, packed=True, tokens=16)

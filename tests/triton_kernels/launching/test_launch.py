@@ -47,7 +47,12 @@ def kernel(monkeypatch):
 
 def call(kernel, programs=7, numbers=(100, 0.5), aligned=True, **kind):
     """A call of one kind; what its binary depends on may be another's."""
-    kind = {"dtype": X.dtype, "device": X.device, "constants": (16, 80), "launch": LAUNCH} | kind
+    kind = {
+        "dtypes": (X.dtype,),
+        "device": X.device,
+        "constants": (16, 80),
+        "launch": LAUNCH,
+    } | kind
     binary = launch.binary_of(kernel, **kind) if aligned else None
     device = kind["device"].index
     return launch.Call(kernel, programs, kind["launch"], numbers, kind["constants"], device, binary)
@@ -75,7 +80,8 @@ def test_triton_looks_at_the_first_call_alone(kernel):
 @pytest.mark.parametrize(
     "other",
     [
-        {"dtype": torch.float16},
+        {"dtypes": (torch.float16,)},
+        {"dtypes": (X.dtype, torch.float32)},
         {"device": torch.device("cuda", 1)},
         {"constants": (16, 72)},
         {"launch": LAUNCH._replace(maxnreg=128)},
