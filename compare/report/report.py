@@ -123,6 +123,8 @@ _MODELS = {
     "tower": "Qwen2.5-VL 7B",
     "qwen2-tower": "Qwen2-VL 7B",
     "qwen3-tower": "Qwen3-VL 8B",
+    "qwen3_5_tower": "Qwen3.5, 24 layers of 16 heads x 64",
+    "qwen3_5_small_tower": "Qwen3.5, 12 layers of 12 heads x 64",
 }
 _TITLES = {
     "agreement": "Agreement",
@@ -147,7 +149,7 @@ _TITLES = {
 _INTEGRATED = {
     "integration": _MODELS["tower"],
     "integration_qwen3": _MODELS["qwen3-tower"],
-    "integration_qwen3_5": "Qwen3.5, 24 layers of 16 heads x 64",
+    "integration_qwen3_5": _MODELS["qwen3_5_tower"],
 }
 _IN_VLLM = {
     "vllm": _MODELS["tower"],

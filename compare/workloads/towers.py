@@ -125,6 +125,18 @@ TOWERS = {
     "qwen3-tower": VisionConfig.qwen3_vl_8b(),
 }
 
+# Towers of Qwen3.5's smaller models, which are timed alone: they are built as Qwen3-VL's.
+_SMALLER = {
+    "qwen3_5_tower": VisionConfig.of(
+        "qwen3_5",
+        **{"depth": 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size": 4096},
+    ),
+    "qwen3_5_small_tower": VisionConfig.of(
+        "qwen3_5",
+        **{"depth": 12, "hidden_size": 768, "num_heads": 12, "intermediate_size": 3072},
+    ),
+}
+
 # As the real towers are built, small enough for a CPU: two heads of their head_dim, windows and
 # frames where there are both, DeepStack features of a block in the middle.
 _SMALL = {"depth": 4, "num_heads": 2, "out_hidden_size": 192}
@@ -143,7 +155,7 @@ SMALL_TOWERS = {
 
 TOWER_WORKLOADS = {
     workload.name: workload
-    for tower, config in TOWERS.items()
+    for tower, config in (TOWERS | _SMALLER).items()
     for workload in [
         *(TowerWorkload(f"{tower}-{side}", (Visual(side, side),), config) for side in SIDES),
         TowerWorkload(f"{tower}-video-16x448", (Visual(448, 448, frames=16),), config),
@@ -169,15 +181,11 @@ TRAINED_TOWER_WORKLOADS = {
     ]
 }
 
-# Hugging Face's own towers that are measured untouched and accelerated. The last one is of the
-# smaller models of Qwen3.5.
+# Hugging Face's own towers that are measured untouched and accelerated.
 INTEGRATIONS = {
     "integration": TOWERS["tower"],
     "integration_qwen3": TOWERS["qwen3-tower"],
-    "integration_qwen3_5": VisionConfig.of(
-        "qwen3_5",
-        **{"depth": 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size": 4096},
-    ),
+    "integration_qwen3_5": _SMALLER["qwen3_5_tower"],
 }
 
 INTEGRATION_WORKLOADS = {

@@ -19,6 +19,7 @@ from compare.workloads.kernels import (
 from compare.workloads.towers import (
     INTEGRATION_WORKLOADS,
     TOWER_WORKLOADS,
+    TOWERS,
     TRAINED_TOWER_WORKLOADS,
     VLLM_WORKLOADS,
 )
@@ -32,7 +33,7 @@ def test_names():
     assert list(KERNEL_WORKLOADS)[: len(square)] == square
     assert all(name == workload.name for name, workload in KERNEL_WORKLOADS.items())
     sizes = (*SIDES, "video-16x448")
-    towers = ("tower", "qwen2-tower", "qwen3-tower")
+    towers = (*TOWERS, "qwen3_5_tower", "qwen3_5_small_tower")
     shared = [f"{tower}-{size}" for tower in towers for size in sizes]
     assert list(TOWER_WORKLOADS) == [*shared, "tower-video-8x16x448", "tower-batch-32"]
     steps = [f"tower-train-{side}" for side in (448, 896, 1344)]
