@@ -336,6 +336,28 @@ def test_operands_have_rows_filled_up_with_zeros(dtype, tokens, channels, width,
     assert relative_error(hidden[:, :width].double(), exact) < torch.finfo(dtype).eps / 2
 
 
+@pytest.mark.parametrize("place", ["behind it", "before it", "where it is", "too far"])
+def test_the_weight_of_up_may_lie_anywhere(place, monkeypatch, aligned):
+    generator = torch.Generator().manual_seed(0)
+    sizes = (9, 64), (2, 72, 64), (72,), (72,), (16, 72)
+    x, both, gate_bias, up_bias, down = (
+        torch.randn(size, generator=generator).to(DEVICE, torch.bfloat16) for size in sizes
+    )
+    gate, up = reversed(both) if place == "before it" else both
+    if place == "where it is":
+        up = gate
+    if place == "too far":
+        monkeypatch.setattr(mlp, "can_describe", lambda _: False)
+    hidden, _ = mlp._aligned_operands(x, gate, gate_bias, up, up_bias, down)
+    assert "kernel" in aligned
+    projected = (
+        nn.functional.linear(x.double(), weight.double(), bias.double())
+        for weight, bias in ((gate, gate_bias), (up, up_bias))
+    )
+    exact = nn.functional.silu(next(projected)) * next(projected)
+    assert relative_error(hidden[:, :72].double(), exact) < torch.finfo(torch.bfloat16).eps / 2
+
+
 @pytest.mark.parametrize("i", range(6))
 @pytest.mark.usefixtures("aligned")
 def test_each_address_counts_where_16_bytes_are_read_at_once(monkeypatch, i):
@@ -347,7 +369,7 @@ def test_each_address_counts_where_16_bytes_are_read_at_once(monkeypatch, i):
     operands[i] = torch.cat([operands[i].flatten()[:1], operands[i].flatten()])[1:].view(sizes[i])
     mlp._aligned_operands(*operands)
     [(call, _, _, described)] = launched
-    assert [address % 16 for address in described] == [0] * 4
+    assert [address % 16 for address in described] == [0] * 3
     assert (call.binary is None) == (i == 5)  # the last weight; of biases no two numbers at once
 
 

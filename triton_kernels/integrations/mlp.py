@@ -20,7 +20,7 @@ from triton_kernels.integrations.layers import StandIn
 from triton_kernels.integrations.plain import is_own, plain_parameters
 from triton_kernels.integrations.recorded_mlp import RecordedMLP, filled
 from triton_kernels.kernels.gated import aligned_operands_kernel
-from triton_kernels.launching.descriptors import Tile
+from triton_kernels.launching.descriptors import Tile, can_describe
 from triton_kernels.launching.fast_path import goes_unseen, plans
 from triton_kernels.launching.launch import Call, binary_of, launch_kernel
 from triton_kernels.launching.table import Launch, next_power_of_2
@@ -141,7 +141,8 @@ def _aligned_operands(
     (tokens, channels), (rows, width) = x.shape, down_weight.shape
     read = gate_bias.data_ptr(), up_bias.data_ptr(), down_weight.data_ptr()
     at_16 = read[2] % _ACCEPTED == 0
-    form = x.dtype, x.device, tokens, rows, channels, width, at_16
+    swapped = up_weight.data_ptr() < gate_weight.data_ptr()
+    form = x.dtype, x.device, tokens, rows, channels, width, at_16, swapped
     call = plans.get(form)
     if call is None:
         call = plans[form] = _call(*form) if runs_kernel(x) else _NO_CALL
@@ -150,7 +151,11 @@ def _aligned_operands(
         hidden = F.silu(F.linear(x, gate_weight, gate_bias)) * F.linear(x, up_weight, up_bias)
         return filled(hidden, stored), filled(down_weight, stored)
     hidden, weight = x.new_empty(tokens, stored), x.new_empty(rows, stored)
-    described = *map(_described, (x, gate_weight, up_weight)), hidden
+    first, apart = _as_one(*((up_weight, gate_weight) if swapped else (gate_weight, up_weight)))
+    tiles = call.tiles
+    tiles = tiles[0], tiles[1]._replace(strides=(apart, channels, 1)), tiles[2]
+    call = call._replace(tiles=tiles)
+    described = _described(x), first, hidden
     tensors = *described, gate_bias, up_bias, down_weight, weight
     addresses = (*read, weight.data_ptr()), [each.data_ptr() for each in described]
     # Triton launches on the current device. Asking for it takes less than to set it.
@@ -169,6 +174,18 @@ def runs_kernel(x: torch.Tensor) -> bool:
     return torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
+def _as_one(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Two weights as one tensor of three axes: where it begins, and its first stride in elements.
+
+    A descriptor takes any stride. So the weights' tiles come by one copy, wherever they lie.
+    """
+    places = first.data_ptr(), second.data_ptr()
+    apart = (places[1] - places[0]) // first.itemsize
+    if (places[0] | places[1]) % _ACCEPTED or not can_describe((apart,)):  # or one is the other
+        first, apart = torch.stack((first, second)), first.numel()
+    return first, apart
+
+
 def _described(x: torch.Tensor) -> torch.Tensor:
     """A tensor that a descriptor can describe: x, or a copy."""
     x = x.contiguous()
@@ -183,17 +200,18 @@ def _call(
     channels: int,
     width: int,
     at_16: bool,
+    swapped: bool,
 ) -> Call:
+    """The launch; how far the weights lie apart is each call's own."""
     stored = _aligned(width, dtype.itemsize)
     kernel, block, depth = aligned_operands_kernel, _LAUNCH.block, _LAUNCH.block_k
-    sizes = (tokens, channels), (width, channels), (width, channels), (tokens, stored)
-    blocks = [block, depth], [block, depth], [block, depth], [block, block]
-    tiles = tuple(
-        Tile(i, shape, (shape[1], 1), sides)
-        for i, (shape, sides) in enumerate(zip(sizes, blocks, strict=True))
+    tiles = (
+        Tile(0, (tokens, channels), (channels, 1), [block, depth]),
+        Tile(1, (2, width, channels), (0, channels, 1), [2, block, depth]),
+        Tile(2, (tokens, stored), (stored, 1), [block, block]),
     )
     constants = channels, width, stored, rows, block, depth, _GROUP, _COPIED
-    constants = *constants, next_power_of_2(stored)
+    constants = *constants, next_power_of_2(stored), swapped
     binary = binary_of(kernel, (dtype,), device, constants, _LAUNCH) if at_16 else None
     programs = _INTERPRETED_PROGRAMS
     if device.type == "cuda":

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections import Counter
+from unittest import mock
 
 import torch
 import triton
@@ -20,8 +21,17 @@ from flax_models.common.weights import Biases
 from tests.triton_kernels.compile_ahead import inspect_machine_code, recording, source
 from tests.triton_kernels.machine_code import loop_spills
 from tests.triton_kernels.wgmma_descriptors import high_word_sums
+from triton_kernels.integrations import mlp
 
 TOKENS, HIDDEN, WIDTH = 2304, 1280, 3456  # Qwen2.5-VL 7B's, one image of 672 px
+
+
+def aligned_operands(dtype: torch.dtype) -> None:
+    """What the MLP of an accelerated model launches, whose width is misaligned."""
+    x, down = torch.empty(TOKENS, HIDDEN, dtype=dtype), torch.empty(HIDDEN, 3420, dtype=dtype)
+    layer = torch.empty(3420, HIDDEN, dtype=dtype), torch.empty(3420, dtype=dtype)
+    with mock.patch.object(mlp, "runs_kernel", return_value=True):
+        mlp._aligned_operands(x, *layer, *layer, down)
 
 
 def main() -> None:
@@ -35,6 +45,7 @@ def main() -> None:
             in_one_kernel(residual, weight, biases, 1e-6)
             gated._kernel(1e-6, torch.empty(TOKENS, 2 * WIDTH, dtype=dtype), residual, *biases)
             summed_norm._kernel(residual, residual, biases.residual, biases.residual, 1e-6)
+            aligned_operands(dtype)
         for kernel, arguments, options in recorded:
             compiled = triton.compile(
                 source(kernel, arguments), target=GPUTarget("cuda", 90, 32), options=options

@@ -26,7 +26,10 @@ def compiled():
 
 
 def test_every_kernel_is_compiled(compiled):
-    kernels = ("norm_scale_kernel", "gated_product_kernel", "gated_kernel", "add_and_norm_kernel")
+    kernels = (
+        *("norm_scale_kernel", "gated_product_kernel", "gated_kernel", "add_and_norm_kernel"),
+        "aligned_operands_kernel",
+    )
     assert [(r["dtype"], r["kernel"]) for r in compiled] == [
         (d, k) for d in DTYPES for k in kernels
     ]
@@ -39,7 +42,7 @@ def test_no_kernel_spills(compiled):
 def test_gate_and_up_are_one_product_of_256_columns(compiled):
     """Two products of 128 columns are slower."""
     for record in compiled:
-        is_product = record["kernel"] == "gated_product_kernel"
+        is_product = record["kernel"] in ("gated_product_kernel", "aligned_operands_kernel")
         assert list(record["products"]) == (["64x256x16"] if is_product else []), record
         assert record["broken_descriptors"] == []
 
