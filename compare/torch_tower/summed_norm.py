@@ -1,4 +1,4 @@
-"""A residual sum and the LayerNorm of it, in one kernel that holds a row in registers.
+"""A residual sum and the LayerNorm of it, in one kernel.
 
 Inductor makes one kernel of both too, but goes through rows of more than 1,024 channels twice: over
 3,136 tokens of 1,152 channels it takes 16 us on an H200, where a copy of as many bytes takes 8. The
@@ -7,19 +7,16 @@ twin has none: there the sum is within the product before it, and XLA holds a no
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import nn
 
-from compare.torch_tower.gated import load
 from triton_kernels.attend import runs_kernel
 from triton_kernels.checks import is_exporting
+from triton_kernels.integrations.layer_norm import LAUNCH
 from triton_kernels.integrations.plain import is_own
-from triton_kernels.kernels.tiles import cast
+from triton_kernels.kernels.layer_norm import layer_norm_kernel
 from triton_kernels.launching.table import next_power_of_2
 
 _LAYER_NORM = {nn.LayerNorm: nn.LayerNorm.forward}
-_WARPS = 4  # of a program, which has one row; a row of 1,152 channels is 16 values a thread
 
 
 def sum_and_norm(
@@ -84,30 +81,9 @@ def _kernel(
     tokens, hidden = residual.shape
     normed = torch.empty_like(residual)
     with torch.cuda.device_of(residual):  # Triton launches on the current device
-        add_and_norm_kernel[(tokens,)](
+        layer_norm_kernel[(tokens,)](
             residual, branch.contiguous(), weight, bias, normed, eps,
             hidden, next_power_of_2(hidden),
-            num_warps=_WARPS, enable_fp_fusion=True,
+            num_warps=LAUNCH.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     return normed
-
-
-@triton.jit
-def add_and_norm_kernel(
-    residual_ptr, branch_ptr,  # [tokens, HIDDEN]; the sum is written over the first
-    weight_ptr, bias_ptr,
-    normed_ptr, eps,
-    # width of a row, and the power of two that holds it
-    HIDDEN: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """One program for each token."""
-    first = tl.program_id(0).to(tl.int64) * HIDDEN
-    channel = tl.arange(0, CHANNELS)
-    inside = channel < HIDDEN
-    x = load(residual_ptr + first + channel, inside)
-    x += load(branch_ptr + first + channel, inside)
-    tl.store(residual_ptr + first + channel, cast(x, residual_ptr.dtype.element_ty), mask=inside)
-    centred = tl.where(inside, x - tl.sum(x, 0) / HIDDEN, 0.0)
-    scale = tl.rsqrt(tl.sum(centred * centred, 0) / HIDDEN + eps)
-    y = centred * scale * load(weight_ptr + channel, inside) + load(bias_ptr + channel, inside)
-    tl.store(normed_ptr + first + channel, cast(y, normed_ptr.dtype.element_ty), mask=inside)

@@ -28,7 +28,9 @@ NEEDS = {
 # What stands in for a tower's layers beside its attention and frequencies, as readers know it.
 STAND_INS = {
     "FusedRMSNorm": "RMSNorm",
+    "FusedLayerNorm": "LayerNorm",
     "AlignedMLP": "gated MLP",
+    "ActivatedMLP": "MLP with a tanh GELU",
     "PatchProduct": "convolution over patches",
 }
 

@@ -5,10 +5,11 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from vllm import distributed, ir
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
-from vllm.model_executor.models import qwen2_5_vl, qwen2_vl
+from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl
 from vllm.platforms import current_platform
 
 from tests.vllm import table
@@ -46,7 +47,7 @@ def test_an_unknown_version_is_left_alone(case, hopper, monkeypatch):
     monkeypatch.setattr(plugin, "FINGERPRINTS", dict.fromkeys(plugin.FINGERPRINTS, ()))
     before = case.run(case.build())
     plugin.register()
-    assert sum("not known" in line for line in hopper) == 4
+    assert sum("not known" in line for line in hopper) == len(plugin.FINGERPRINTS)
     assert own == [qwen2_vl.Qwen2VisionAttention.forward, qwen2_5_vl.Qwen2_5_VisionMLP.forward]
     assert torch.equal(case.run(case.build()), before)
 
@@ -91,6 +92,58 @@ def test_norms_are_run_by_one_kernel_each(case, hopper, monkeypatch):
     tower = case.build()
     assert error(case.run(tower), before) < 1e-5
     assert [counts.count(op.name) for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)] == [4, 3]
+
+
+@pytest.fixture(scope="module")
+def qwen3(process, tmp_path_factory):
+    return Case("Qwen3VL", tmp_path_factory.mktemp("Qwen3VL"))
+
+
+def test_layer_norms_are_run_by_one_kernel_each(qwen3, hopper, monkeypatch):
+    monkeypatch.setenv(plugin.VARIABLE, "norm")
+    before, ran = qwen3.run(qwen3.build()), []
+
+    def noted(norm, x):
+        ran.append(norm)
+        return run(norm, x)
+
+    run = plugin.run_layer_norm
+    monkeypatch.setattr(plugin, "run_layer_norm", noted)
+    plugin.register()
+    tower = qwen3.build()
+    assert error(qwen3.run(tower), before) < 1e-5
+    assert ran
+    assert set(ran) == {m for m in tower.modules() if isinstance(m, nn.LayerNorm)}
+
+
+def test_a_product_applies_its_gelu(qwen3, hopper, monkeypatch):
+    own, ran = torch._addmm_activation, []
+
+    def noted(*operands, use_gelu):
+        ran.append(use_gelu)
+        return own(*operands, use_gelu=use_gelu)
+
+    monkeypatch.setattr(torch, "_addmm_activation", noted)
+    monkeypatch.setattr(aligned, "runs_gelu", lambda _: True)
+    plugin.register()
+    device = current_platform.device_type
+    with set_current_vllm_config(qwen3.config), torch.device(device):
+        mlp = qwen3_vl.Qwen3_VisionMLP(32, 60, bias=True, act_fn=nn.GELU(approximate="tanh"))
+    for layer in (mlp.linear_fc1, mlp.linear_fc2):
+        layer.cpu_linear = F.linear  # as packing leaves it
+    torch.manual_seed(0)
+    for p in mlp.parameters():
+        p.data.normal_(std=0.3)
+        p.requires_grad_(False)
+    x = torch.randn(9, 1, 32, device=device)
+    up, down = mlp.linear_fc1, mlp.linear_fc2
+    for count, activation in ((1, mlp.act_fn), (1, nn.GELU())):  # one by the product, one not
+        mlp.act_fn = activation
+        hidden = activation(F.linear(x, up.weight, up.bias))
+        expected = F.linear(hidden, down.weight, down.bias)
+        # The operator's is the tanh approximation on a GPU, and the exact one on a CPU.
+        torch.testing.assert_close(mlp(x), expected, atol=5e-3, rtol=0)
+        assert ran == [True] * count
 
 
 class Mlp:

@@ -87,6 +87,7 @@ ATTENTIONS = {
 LAYERS = {layer for form in ATTENTIONS.values() for layer in form.layers}
 RMS_NORMS = {"9635bcd843f3"}
 GATED_MLPS = {"0d7b11835db6"}
+MLPS = {"2fe27664d995"}
 
 
 def forward_of(module: Any) -> Callable[..., Any]:

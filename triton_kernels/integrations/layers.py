@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from triton_kernels.attention import fused_rope_attention, fused_rope_attention_qkvpacked
 from triton_kernels.integrations.forms import NORMS, Form
+from triton_kernels.integrations.layer_norm import run_layer_norm
 from triton_kernels.integrations.plain import plain_weight
 
 # An attribute of segments that are planned: the upper bound on their tokens.
@@ -184,6 +185,14 @@ class FusedRMSNorm(StandIn):
         if x.dtype != self.weight.dtype:  # mixed precision: by Hugging Face's rules
             return super().forward(x)
         return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+class FusedLayerNorm(StandIn):
+    """LayerNorm by one kernel where no gradients are recorded, see `run_layer_norm`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., channels]."""
+        return run_layer_norm(self, x)
 
 
 class PatchProduct(StandIn):

@@ -17,6 +17,7 @@ from triton_kernels.integrations.forms import (
     ATTENTIONS,
     GATED_MLPS,
     LAYERS,
+    MLPS,
     NORMS,
     RMS_NORMS,
     Form,
@@ -24,16 +25,18 @@ from triton_kernels.integrations.forms import (
     foreign_home,
     forward_of,
 )
+from triton_kernels.integrations.layer_norm import has_rows
 from triton_kernels.integrations.layers import (
     ExactFrequencies,
     FusedAttention,
+    FusedLayerNorm,
     FusedRMSNorm,
     PatchProduct,
     StandIn,
     put_back,
     stand_in,
 )
-from triton_kernels.integrations.mlp import AlignedMLP
+from triton_kernels.integrations.mlp import ActivatedMLP, AlignedMLP
 from triton_kernels.integrations.plan import longest_window, model_of, plan_call
 from triton_kernels.integrations.replay import Recordings, ReplayedTower
 from triton_kernels.integrations.spot_check import deviation
@@ -55,7 +58,11 @@ _HOOK = "_fused_rope_attention_hook"
 _TOLERANCE = 4e-3
 
 # By what a layer's forward says, what stands in for it.
-_ROLES = dict.fromkeys(RMS_NORMS, FusedRMSNorm) | dict.fromkeys(GATED_MLPS, AlignedMLP)
+_ROLES = {
+    **dict.fromkeys(RMS_NORMS, FusedRMSNorm),
+    **dict.fromkeys(GATED_MLPS, AlignedMLP),
+    **dict.fromkeys(MLPS, ActivatedMLP),
+}
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -65,11 +72,12 @@ def accelerate(model: Model, *, cuda_graphs: bool = True) -> Model:
 
     The attention of every layer becomes `fused_rope_attention`, but for dropout in training; an MLP
     whose width shuts out the fast matrix kernels computes at an aligned width (3420 as 3456 in 16
-    bits), which changes no result; RMSNorm becomes PyTorch's; a convolution over single patches
-    becomes a product; rotary frequencies that are cast along with the model are computed in fp32
-    all the same; and what depends on the image sizes alone is worked out once per size, not on
-    every call. With transformers 5 a size that has come
-    three times among the last eight is recorded as a CUDA graph, and replayed in one launch.
+    bits), which changes no result; RMSNorm becomes PyTorch's; where no gradients are recorded,
+    LayerNorm becomes another kernel, and a tanh GELU part of the product before it; a convolution
+    over single patches becomes a product; rotary frequencies that are cast along with the model are
+    computed in fp32 all the same; and what depends on the image sizes alone is worked out once per
+    size, not on every call. With transformers 5 a size that has come three times among the last
+    eight is recorded as a CUDA graph, and replayed in one launch.
 
     An attention is known by what its code says, not by its name: the forward, and the functions of
     its file that it calls, have to read like one that was tested; the layer has to hold nothing but
@@ -214,6 +222,8 @@ def _role(module: nn.Module) -> type[StandIn] | None:
         return None
     if PatchProduct.fits(module):
         return PatchProduct
+    if has_rows(module):
+        return FusedLayerNorm
     if model_of(type(module)) is None or foreign_home(forward) is not None:
         return None
     if ExactFrequencies.fits(module):

@@ -25,7 +25,13 @@ from triton_kernels.attend import attend
 from triton_kernels.attention import fused_rope_attention, fused_rope_attention_qkvpacked
 from triton_kernels.checks import DTYPES, MAX_TILED_HEAD_DIM
 from triton_kernels.integrations.forms import text_of
-from triton_kernels.integrations.mlp import aligned_operands, is_misaligned
+from triton_kernels.integrations.layer_norm import has_rows, run_layer_norm
+from triton_kernels.integrations.mlp import (
+    aligned_operands,
+    is_misaligned,
+    is_tanh_gelu,
+    takes_gelu,
+)
 from triton_kernels.integrations.plain import is_own
 from triton_kernels.launching.fast_path import goes_unseen, locate
 
@@ -35,12 +41,17 @@ VARIABLE = "FUSED_ROPE_VLLM"
 PARTS = ("attention", "norm", "mlp")
 _ALL = ("", "1")
 
+# Towers whose norms are PyTorch's LayerNorm.
+_LAYER_NORMED = ("Qwen2VisionTransformer", "Qwen3_VisionTransformer")
+
 # Of what is replaced, and of what it calls. A comment says from which version of vLLM on.
 FINGERPRINTS = {
     "Qwen2_5_VisionAttention": {"c008d6726880"},  # 0.20
     "Qwen2VisionAttention": {"dd5545e4b980"},  # 0.20
     "RMSNorm": {"660c8bbfc7d1"},  # 0.26
     "Qwen2_5_VisionMLP": {"d2275feb3e9b"},  # 0.26
+    "Qwen3_VisionMLP": {"4a6072efe7c6"},  # 0.26
+    **{name: {"25baf514060c"} for name in _LAYER_NORMED},  # PyTorch's norm
 }
 # In those that take the segments as they are.
 _BACKENDS = {"FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA"}
@@ -384,6 +395,45 @@ def _change_mlp(module: ModuleType) -> None:
     _say(f"replaces the MLP of {cls.__name__} where its width shuts out the fast matrix kernels")
 
 
+def _change_layer_norms(module: ModuleType) -> None:
+    (cls,) = (vars(module)[name] for name in _LAYER_NORMED if name in vars(module))
+    if not _is_known("norm", cls, nn.LayerNorm.forward):
+        return
+
+    def use_kernel(tower: nn.Module) -> None:
+        for norm in tower.modules():
+            if has_rows(norm):
+                norm.forward = functools.partial(run_layer_norm, norm)
+
+    _after_init(cls, use_kernel)
+    _say(f"has the LayerNorms of {cls.__name__} run by one kernel each")
+
+
+def _change_gelu_mlp(module: ModuleType) -> None:
+    cls = module.Qwen3_VisionMLP
+    own = cls.forward
+    linear = _of_vllm("model_executor.layers.linear")
+    up_class = linear.ColumnParallelLinear
+    if not _is_known("mlp", cls, own, up_class.forward):
+        return
+    forwards = {up_class: up_class.forward}
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        up, rows = self.linear_fc1, x.reshape(-1, x.shape[-1])
+        plain = is_own(up, forwards) and type(up.quant_method) is linear.UnquantizedLinearMethod
+        if not plain or up.gather_output or not is_tanh_gelu(self.act_fn):
+            return own(self, x)
+        weight, bias = up.weight.data, None if up.bias is None else up.bias.data
+        if not takes_gelu(rows, weight, bias):
+            return own(self, x)
+        hidden = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
+        return self.linear_fc2(hidden.view(*x.shape[:-1], -1))
+
+    _set(cls, "forward", forward)
+    _say(f"has the activation of {cls.__name__} applied by the product before it")
+
+
 def _change_compile_cache(module: ModuleType) -> None:
     """Have encoders that were compiled with and without ours kept apart."""
     own = module.aot_compile_hash_factors
@@ -397,7 +447,8 @@ def _change_compile_cache(module: ModuleType) -> None:
 
 
 _CHANGES = {
-    "vllm.model_executor.models.qwen2_vl": (_change_separate_attention,),
+    "vllm.model_executor.models.qwen2_vl": (_change_separate_attention, _change_layer_norms),
     "vllm.model_executor.models.qwen2_5_vl": (_change_packed_attention, _change_norms, _change_mlp),
+    "vllm.model_executor.models.qwen3_vl": (_change_layer_norms, _change_gelu_mlp),
     "vllm.compilation.caching": (_change_compile_cache,),
 }

@@ -27,7 +27,7 @@ def compiled():
 
 def test_every_kernel_is_compiled(compiled):
     kernels = (
-        *("norm_scale_kernel", "gated_product_kernel", "gated_kernel", "add_and_norm_kernel"),
+        *("norm_scale_kernel", "gated_product_kernel", "gated_kernel", "layer_norm_kernel"),
         "aligned_operands_kernel",
     )
     assert [(r["dtype"], r["kernel"]) for r in compiled] == [
