@@ -396,17 +396,15 @@ def _change_mlp(module: ModuleType) -> None:
 
 
 def _change_layer_norms(module: ModuleType) -> None:
-    (cls,) = (vars(module)[name] for name in _LAYER_NORMED if name in vars(module))
-    if not _is_known("norm", cls, nn.LayerNorm.forward):
-        return
-
     def use_kernel(tower: nn.Module) -> None:
         for norm in tower.modules():
             if has_rows(norm):
                 norm.forward = functools.partial(run_layer_norm, norm)
 
-    _after_init(cls, use_kernel)
-    _say(f"has the LayerNorms of {cls.__name__} run by one kernel each")
+    for cls in filter(None, map(vars(module).get, _LAYER_NORMED)):
+        if _is_known("norm", cls, nn.LayerNorm.forward):
+            _after_init(cls, use_kernel)
+            _say(f"has the LayerNorms of {cls.__name__} run by one kernel each")
 
 
 def _change_gelu_mlp(module: ModuleType) -> None:
