@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 
 from tests.vllm import table
 from tests.vllm.towers import Case, error
+from triton_kernels.integrations import gelu
 from triton_kernels.integrations import mlp as aligned
 from triton_kernels.integrations import vllm as plugin
 
@@ -124,7 +125,7 @@ def test_a_product_applies_its_gelu(qwen3, hopper, monkeypatch):
         return own(*operands, use_gelu=use_gelu)
 
     monkeypatch.setattr(torch, "_addmm_activation", noted)
-    monkeypatch.setattr(aligned, "runs_gelu", lambda _: True)
+    monkeypatch.setattr(gelu, "runs_gelu", lambda _: True)
     plugin.register()
     device = current_platform.device_type
     with set_current_vllm_config(qwen3.config), torch.device(device):

@@ -1,11 +1,9 @@
-"""MLPs of Hugging Face's towers.
+"""The gated MLP of a Hugging Face tower, where its width shuts out the fast matrix kernels.
 
-A tanh GELU is applied by the product in front of it, which cuBLAS does on the way.
-
-The gated MLP is another one where its width shuts out the fast matrix kernels. Those take only rows
-of whole 16 bytes. Qwen2.5-VL 7B's MLP is 3420 wide, which is 6,840 bytes in 16 bits, and its last
-product takes 3.8 times as long as one of 3456. So that product's operands, the activation and a
-copy of the weight, are laid out with rows of 3456, filled up with zeros, which changes no result.
+Those take only rows of whole 16 bytes. Qwen2.5-VL 7B's MLP is 3420 wide, which is 6,840 bytes in 16
+bits, and its last product takes 3.8 times as long as one of 3456. So that product's operands, the
+activation and a copy of the weight, are laid out with rows of 3456, filled up with zeros, which
+changes no result.
 
 Where gradients are recorded, `recorded_mlp` computes all three products at that width.
 
@@ -33,10 +31,6 @@ except ImportError:  # transformers 4.57 has PyTorch's
     _SILUS = (nn.SiLU,)
 else:
     _SILUS = (nn.SiLU, SiLUActivation)
-try:
-    from transformers.activations import GELUTanh
-except ImportError:
-    GELUTanh = None
 
 # In bytes: the fast matrix kernels take rows of whole 16, and like those of whole 128.
 _ACCEPTED = 16
@@ -57,45 +51,6 @@ _SILU = {cls: cls.forward for cls in _SILUS}
 _Operands = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]
-
-
-class ActivatedMLP(StandIn):
-    """linear_fc2(act_fn(linear_fc1(x))), a tanh GELU being applied by the first product."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From [tokens, channels] to the same."""
-        modules = self._modules
-        first = plain_parameters(modules["linear_fc1"])
-        if first is None or not is_tanh_gelu(modules["act_fn"]) or not takes_gelu(x, *first):
-            return super().forward(x)
-        weight, bias = first
-        return modules["linear_fc2"](torch._addmm_activation(bias, x, weight.t(), use_gelu=True))
-
-
-def is_tanh_gelu(activation: object) -> bool:
-    """Whether it is the tanh approximation of GELU, as PyTorch or transformers have it."""
-    if type(activation) is nn.GELU:
-        return activation.approximate == "tanh"
-    if GELUTanh is None or type(activation) is not GELUTanh:
-        return False
-    used = activation.act  # in Python, if somebody asked for that
-    return getattr(used, "func", None) is F.gelu and used.keywords == {"approximate": "tanh"}
-
-
-def takes_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether a product applies it, x [tokens, channels]: in 16 bits, to which cuBLAS' is exact."""
-    if torch.compiler.is_compiling() or not runs_gelu(x) or x.ndim != 2 or bias is None:
-        return False
-    if any(p.dtype != x.dtype or p.device != x.device for p in (weight, bias)):
-        return False
-    if torch.is_autocast_enabled(x.device.type):
-        return False
-    return not (torch.is_grad_enabled() and any(p.requires_grad for p in (x, weight, bias)))
-
-
-def runs_gelu(x: torch.Tensor) -> bool:
-    """Whether cuBLAS would: on a CPU the operator is the exact GELU."""
-    return x.is_cuda and x.itemsize == 2
 
 
 class AlignedMLP(StandIn):

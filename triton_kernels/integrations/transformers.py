@@ -25,6 +25,7 @@ from triton_kernels.integrations.forms import (
     foreign_home,
     forward_of,
 )
+from triton_kernels.integrations.gelu import ActivatedMLP
 from triton_kernels.integrations.layer_norm import has_rows
 from triton_kernels.integrations.layers import (
     ExactFrequencies,
@@ -36,7 +37,7 @@ from triton_kernels.integrations.layers import (
     put_back,
     stand_in,
 )
-from triton_kernels.integrations.mlp import ActivatedMLP, AlignedMLP
+from triton_kernels.integrations.mlp import AlignedMLP
 from triton_kernels.integrations.plan import longest_window, model_of, plan_call
 from triton_kernels.integrations.replay import Recordings, ReplayedTower
 from triton_kernels.integrations.spot_check import deviation

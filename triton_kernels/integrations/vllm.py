@@ -25,13 +25,9 @@ from triton_kernels.attend import attend
 from triton_kernels.attention import fused_rope_attention, fused_rope_attention_qkvpacked
 from triton_kernels.checks import DTYPES, MAX_TILED_HEAD_DIM
 from triton_kernels.integrations.forms import text_of
+from triton_kernels.integrations.gelu import is_tanh_gelu, takes_gelu
 from triton_kernels.integrations.layer_norm import has_rows, run_layer_norm
-from triton_kernels.integrations.mlp import (
-    aligned_operands,
-    is_misaligned,
-    is_tanh_gelu,
-    takes_gelu,
-)
+from triton_kernels.integrations.mlp import aligned_operands, is_misaligned
 from triton_kernels.integrations.plain import is_own
 from triton_kernels.launching.fast_path import goes_unseen, locate
 

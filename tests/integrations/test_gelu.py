@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.integrations.hugging_face import DEVICE, kinds_of, make_tower, relative_error
-from triton_kernels.integrations import mlp
+from triton_kernels.integrations import gelu
 from triton_kernels.integrations.transformers import accelerate, restore
 
 # In bf16; the operator's is the tanh approximation on a GPU, and the exact one on a CPU.
@@ -16,7 +16,7 @@ TOLERANCE = 1e-2
 def applied(monkeypatch):
     """On a CPU too; how often products applied it."""
     calls, own = [], torch._addmm_activation
-    monkeypatch.setattr(mlp, "runs_gelu", lambda x: x.itemsize == 2)
+    monkeypatch.setattr(gelu, "runs_gelu", lambda x: x.itemsize == 2)
 
     def noted(*operands, use_gelu):
         calls.append(use_gelu)
