@@ -72,7 +72,7 @@ def lines(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delenv(plugin.VARIABLE, raising=False)
+    monkeypatch.setenv(plugin.VARIABLE, "attention")  # what the files have
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     said, handler = [], logging.Handler()
@@ -135,6 +135,11 @@ def test_attention_that_is_switched_off(known, monkeypatch, asked):
     monkeypatch.setenv(plugin.VARIABLE, asked)
     plugin.register()
     assert call(known[0]()) == "vLLM's own"
+
+
+def test_all_parts_are_asked_for_if_none_is_named(monkeypatch):
+    monkeypatch.delenv(plugin.VARIABLE, raising=False)
+    assert plugin._parts() == ("attention", "norm", "mlp")
 
 
 def test_a_part_that_there_is_not(known, monkeypatch):
@@ -207,7 +212,7 @@ def test_compiled_encoders_with_and_without_are_kept_apart(lines, tmp_path):
     (folder / "caching.py").write_text("def aot_compile_hash_factors(config): return [config]")
     plugin.register()
     caching = importlib.import_module("vllm.compilation.caching")
-    assert caching.aot_compile_hash_factors("c") == ["c", "FUSED_ROPE_VLLM=attention,norm,mlp"]
+    assert caching.aot_compile_hash_factors("c") == ["c", "FUSED_ROPE_VLLM=attention"]
     plugin.unregister()
     assert caching.aot_compile_hash_factors("c") == ["c"]
 

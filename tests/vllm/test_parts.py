@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from vllm import distributed, ir
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.activation import get_act_and_mul_fn
+from vllm.model_executor.layers import activation
 from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl
 from vllm.platforms import current_platform
 
@@ -117,6 +117,22 @@ def test_layer_norms_are_run_by_one_kernel_each(qwen3, hopper, monkeypatch):
     assert set(ran) == {m for m in tower.modules() if isinstance(m, nn.LayerNorm)}
 
 
+def test_quick_gelus_are_run_by_one_kernel_each(process, tmp_path, hopper, monkeypatch):
+    monkeypatch.setenv(plugin.VARIABLE, "mlp")
+    qwen2, cls = Case("Qwen2VL", tmp_path), activation.QuickGELU
+    before, ran, own = qwen2.run(qwen2.build()), [], cls.forward_cuda
+
+    def noted(self, x):
+        ran.append(self)
+        return own(self, x)
+
+    plugin.register()
+    tower = qwen2.build()
+    monkeypatch.setattr(cls, "forward_cuda", noted)
+    assert error(qwen2.run(tower), before) < 1e-5
+    assert set(ran) == {m for m in tower.modules() if isinstance(m, cls)}
+
+
 def test_a_product_applies_its_gelu(qwen3, hopper, monkeypatch):
     own, ran = torch._addmm_activation, []
 
@@ -138,9 +154,9 @@ def test_a_product_applies_its_gelu(qwen3, hopper, monkeypatch):
         p.requires_grad_(False)
     x = torch.randn(9, 1, 32, device=device)
     up, down = mlp.linear_fc1, mlp.linear_fc2
-    for count, activation in ((1, mlp.act_fn), (1, nn.GELU())):  # one by the product, one not
-        mlp.act_fn = activation
-        hidden = activation(F.linear(x, up.weight, up.bias))
+    for count, act_fn in ((1, mlp.act_fn), (1, nn.GELU())):  # one by the product, one not
+        mlp.act_fn = act_fn
+        hidden = act_fn(F.linear(x, up.weight, up.bias))
         expected = F.linear(hidden, down.weight, down.bias)
         # The operator's is the tanh approximation on a GPU, and the exact one on a CPU.
         torch.testing.assert_close(mlp(x), expected, atol=5e-3, rtol=0)
@@ -152,8 +168,8 @@ class Mlp:
 
     def __init__(self, config):
         with set_current_vllm_config(config), torch.device(current_platform.device_type):
-            activation = get_act_and_mul_fn("silu")
-            self.module = qwen2_5_vl.Qwen2_5_VisionMLP(32, 60, bias=True, act_fn=activation)
+            silu = activation.get_act_and_mul_fn("silu")
+            self.module = qwen2_5_vl.Qwen2_5_VisionMLP(32, 60, bias=True, act_fn=silu)
         for layer in (self.module.gate_up_proj, self.module.down_proj):
             layer.cpu_linear = F.linear  # as packing leaves it
         torch.manual_seed(0)

@@ -47,6 +47,7 @@ FINGERPRINTS = {
     "RMSNorm": {"660c8bbfc7d1"},  # 0.26
     "Qwen2_5_VisionMLP": {"d2275feb3e9b"},  # 0.26
     "Qwen3_VisionMLP": {"4a6072efe7c6"},  # 0.26
+    "QuickGELU": {"8e07da363ce0"},  # 0.26
     **{name: {"25baf514060c"} for name in _LAYER_NORMED},  # PyTorch's norm
 }
 # In those that take the segments as they are.
@@ -121,8 +122,9 @@ _finder = _Finder()
 
 def _change(module: ModuleType) -> None:
     """Replace what was asked for in a module of vLLM's."""
-    for change in _CHANGES[module.__name__]:
-        _guarded(change, module)
+    for part, change in _CHANGES[module.__name__]:
+        if part is None or part in _parts():
+            _guarded(change, module)
 
 
 def _guarded(change: Callable[..., None], *arguments: Any) -> None:
@@ -155,9 +157,7 @@ def _of_vllm(name: str) -> ModuleType:
 
 
 def _is_known(part: str, cls: type, *functions: Callable) -> bool:
-    """Whether a part is asked for, can run here, and its code is what was tested."""
-    if part not in _parts():
-        return False
+    """Whether a part can run here, and its code is what was tested."""
     if (reason := _unfit_process()) is not None:
         _say(f"off, as {reason}")
         return False
@@ -428,6 +428,25 @@ def _change_gelu_mlp(module: ModuleType) -> None:
     _say(f"has the activation of {cls.__name__} applied by the product before it")
 
 
+def _change_quick_gelu(module: ModuleType) -> None:
+    cls = _of_vllm("model_executor.layers.activation").QuickGELU
+    custom = _of_vllm("model_executor.custom_op").CustomOp
+    if not _is_known("mlp", cls, cls.forward_native, cls.forward_cuda, custom.forward):
+        return
+
+    def activate(activation: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        compiled = torch.compiler.is_compiling()
+        return (activation.forward_native if compiled else activation.forward_cuda)(x)
+
+    def use_kernel(tower: nn.Module) -> None:
+        for activation in tower.modules():
+            if type(activation) is cls:
+                activation._forward_method = functools.partial(activate, activation)
+
+    _after_init(module.Qwen2VisionTransformer, use_kernel)
+    _say("has the encoder's QuickGELU run by vLLM's own kernel")
+
+
 def _change_compile_cache(module: ModuleType) -> None:
     """Have encoders that were compiled with and without ours kept apart."""
     own = module.aot_compile_hash_factors
@@ -440,9 +459,21 @@ def _change_compile_cache(module: ModuleType) -> None:
     _set(module, "aot_compile_hash_factors", factors)
 
 
+# By module: which part a change belongs to, None to all.
 _CHANGES = {
-    "vllm.model_executor.models.qwen2_vl": (_change_separate_attention, _change_layer_norms),
-    "vllm.model_executor.models.qwen2_5_vl": (_change_packed_attention, _change_norms, _change_mlp),
-    "vllm.model_executor.models.qwen3_vl": (_change_layer_norms, _change_gelu_mlp),
-    "vllm.compilation.caching": (_change_compile_cache,),
+    "vllm.model_executor.models.qwen2_vl": (
+        ("attention", _change_separate_attention),
+        ("norm", _change_layer_norms),
+        ("mlp", _change_quick_gelu),
+    ),
+    "vllm.model_executor.models.qwen2_5_vl": (
+        ("attention", _change_packed_attention),
+        ("norm", _change_norms),
+        ("mlp", _change_mlp),
+    ),
+    "vllm.model_executor.models.qwen3_vl": (
+        ("norm", _change_layer_norms),
+        ("mlp", _change_gelu_mlp),
+    ),
+    "vllm.compilation.caching": ((None, _change_compile_cache),),
 }
