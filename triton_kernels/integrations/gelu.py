@@ -12,7 +12,7 @@ from triton_kernels.integrations.plain import plain_parameters
 
 try:
     from transformers.activations import GELUTanh
-except ImportError:  # transformers 4.57 has another
+except ImportError:  # without transformers there are none of its MLPs
     GELUTanh = None
 
 
