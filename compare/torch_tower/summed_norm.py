@@ -11,7 +11,7 @@ from torch import nn
 
 from triton_kernels.attend import runs_kernel
 from triton_kernels.checks import is_exporting
-from triton_kernels.integrations.layer_norm import LAUNCH
+from triton_kernels.integrations.layer_norm import LAUNCH, has_rows
 from triton_kernels.integrations.plain import is_own
 from triton_kernels.kernels.layer_norm import layer_norm_kernel
 from triton_kernels.launching.table import next_power_of_2
@@ -26,14 +26,16 @@ def sum_and_norm(
 
     Args:
         residual, branch: [tokens, hidden] of one dtype; the sum may be written over the first.
-        norm: of [tokens, hidden]. One that is no LayerNorm, or that somebody hooks, is called.
+        norm: of [tokens, hidden]. One that is no LayerNorm with a weight and a bias, or that
+            somebody hooks, is called.
         implementation: as in `triton_kernels`.
 
     Returns:
         Both, [tokens, hidden] in the dtype of the residual stream. A LayerNorm's is of the sum as
         it is before that is rounded.
     """
-    if is_own(norm, _LAYER_NORM) and residual.is_contiguous() and not is_exporting():
+    is_plain = has_rows(norm) and is_own(norm, _LAYER_NORM)
+    if is_plain and residual.is_contiguous() and not is_exporting():
         parameters = norm.weight, norm.bias, norm.eps
         return residual, _add_and_norm(residual, branch, *parameters, implementation)
     summed = residual + branch
@@ -82,7 +84,7 @@ def _kernel(
     normed = torch.empty_like(residual)
     with torch.cuda.device_of(residual):  # Triton launches on the current device
         layer_norm_kernel[(tokens,)](
-            residual, branch.contiguous(), weight, bias, normed, eps,
+            residual, branch.contiguous(), weight.contiguous(), bias.contiguous(), normed, eps,
             hidden, next_power_of_2(hidden),
             num_warps=LAUNCH.num_warps, enable_fp_fusion=True,
         )  # fmt: skip

@@ -104,6 +104,13 @@ def test_other_calls_are_pytorchs(launched):
     assert len(launched) == 1
 
 
+def test_a_weight_of_other_strides_is_pytorchs(launched):
+    norm, x = draw(4, 96, torch.bfloat16)
+    norm.weight = nn.Parameter(norm.weight.repeat_interleave(2)[::2], requires_grad=False)
+    assert torch.equal(layer_norm.run_layer_norm(norm, x), nn.LayerNorm.forward(norm, x))
+    assert launched == []
+
+
 def test_only_pytorchs_own_of_rows_is_replaced():
     class Other(nn.LayerNorm):
         pass

@@ -7,6 +7,7 @@ many bytes takes 4.
 import torch
 from torch import nn
 
+from triton_kernels import attend
 from triton_kernels.kernels.layer_norm import layer_norm_kernel
 from triton_kernels.launching.fast_path import goes_unseen, plans
 from triton_kernels.launching.launch import Call, binary_of, launch_kernel
@@ -45,21 +46,24 @@ def has_rows(norm: nn.Module) -> bool:
 
 def _takes(norm: nn.LayerNorm, x: torch.Tensor) -> bool:
     """Whether the kernel is for a call: 16 bits on a GPU, no gradients, nothing that is traced."""
-    if torch.compiler.is_compiling() or not runs_kernel(x) or not x.is_contiguous():
+    if torch.compiler.is_compiling() or not runs_kernel(x):
         return False
     if torch.is_autocast_enabled(x.device.type):  # whose rule is fp32
         return False
     tensors = norm.weight, norm.bias
     if x.shape[-1:] != norm.normalized_shape or x.numel() == 0:
         return False
-    if any(type(p) not in _TENSORS or p.dtype != x.dtype or p.device != x.device for p in tensors):
-        return False
+    for each in (x, *tensors):
+        if type(each) not in _TENSORS or not each.is_contiguous():
+            return False
+        if each.dtype != x.dtype or each.device != x.device:
+            return False
     return not (torch.is_grad_enabled() and any(p.requires_grad for p in (x, *tensors)))
 
 
 def runs_kernel(x: torch.Tensor) -> bool:
-    """Whether the kernel is for such tensors, where it was measured."""
-    return x.is_cuda and x.itemsize == 2 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    """Whether the kernel is for such tensors: of 16 bits, on a GPU that the others run on."""
+    return x.itemsize == 2 and attend.runs_kernel(x.device, "auto")
 
 
 def _layer_norm(

@@ -86,7 +86,9 @@ def test_rows_do_not_see_each_other(name):
         assert theirs[3].isnan().all()
 
 
-@pytest.mark.parametrize("norm", [nn.Identity(), nn.RMSNorm(24)])
+@pytest.mark.parametrize(
+    "norm", [nn.Identity(), nn.RMSNorm(24), nn.LayerNorm(24, bias=False), nn.LayerNorm((3, 24))]
+)
 def test_another_norm_is_called(norm):
     residual, branch, _ = draw(3, 24)
     norm = norm.to(DEVICE)
